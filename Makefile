@@ -1,0 +1,81 @@
+# The workbook's commands: `make lab` to read it, `make test` to prove it; both set up .venv by themselves first.
+
+PYTHON ?= python3
+VENV   ?= .venv
+LAB_ARGS ?=
+NOTEBOOK ?= notebooks/00_start_here.ipynb
+
+BIN       := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+OLDEST    := .venv-oldest
+NEWEST    := build/newest
+SOURCES   := pyproject.toml constraints.txt tools/install.py
+
+# In a terminal of JupyterLab, in `!torchrun` and in the tests, the tools of this environment come first.
+INSIDE := PATH="$(abspath $(BIN)):$$PATH"
+VERSION := import sys; print(sys.version_info[:2])
+
+.DEFAULT_GOAL := help
+.PHONY: help install lab test check lint types units jobs nbval soak test-oldest notebooks constraints format clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## only set up .venv
+
+lab: $(INSTALLED) ## open JupyterLab at notebook 00 (LAB_ARGS="--no-browser --port 8890" is passed on)
+	$(INSIDE) $(BIN)/jupyter lab $(NOTEBOOK) $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
+
+test: lint types jobs nbval ## everything: lint, types, unit and real-job tests, a real browser, every notebook
+
+check: lint types units ## a minute: lint, types, unit tests
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+units: $(INSTALLED)
+	$(INSIDE) $(BIN)/pytest -q -m "not job and not browser and not soak"
+
+jobs: $(INSTALLED)
+	$(INSIDE) $(BIN)/pytest
+
+nbval: $(INSTALLED)
+	$(INSIDE) $(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout 300 --timeout 330 notebooks
+
+soak: $(INSTALLED) ## hundreds of launches, every fault at random moments
+	$(INSIDE) $(BIN)/pytest -m soak
+
+test-oldest: $(OLDEST)/.installed ## the tests with the oldest torch that is supported (its own environment, up to 5 GB)
+	PATH="$(abspath $(OLDEST))/bin:$$PATH" $(OLDEST)/bin/pytest -m "not browser and not soak"
+
+notebooks: $(INSTALLED) ## run every notebook and store its outputs in place
+	$(INSIDE) $(BIN)/python tools/store_outputs.py
+
+constraints: $(INSTALLED) ## constraints.txt afresh, from the newest versions (TORCH=2.14.0 moves torch as well)
+	rm -rf $(NEWEST)
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python tools/install.py --newest $(if $(TORCH),--torch $(TORCH))
+	$(NEWEST)/bin/python tools/pin.py > $(NEWEST)/constraints.txt
+	mv $(NEWEST)/constraints.txt constraints.txt
+	rm -rf $(NEWEST)
+
+format: $(INSTALLED) ## lay out the Python files, and mend what the linter can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environments and the caches; the runs in .ddpkit stay
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name .ddpkit -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed $(OLDEST)/.installed: $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || { echo \
+	  'This workbook needs Python 3.11 to 3.14, and "$(PYTHON)" is something else or missing; name another: make $(MAKECMDGOALS) PYTHON=python3.12'; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo \
+	  'The Python "$(PYTHON)" cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv'; exit 1; }
+	@[ "$$($(@D)/bin/python -c '$(VERSION)' 2>/dev/null)" = "$$($(PYTHON) -c '$(VERSION)')" ] || $(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python tools/install.py $(if $(filter $(OLDEST)/%,$@),--torch oldest)
+	@touch $@

@@ -1,0 +1,36 @@
+"""The door of ddpkit: `launch` and `Run`, imported when they are first asked for, so that `import ddpkit` costs nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import JobFailed, LaunchError
+    from .launcher import launch
+    from .run import Run
+
+__all__ = ["JobFailed", "LaunchError", "Run", "launch"]
+__version__ = "0.1.0"
+
+_HOMES = {"launch": "launcher", "Run": "run", "JobFailed": "errors", "LaunchError": "errors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ddpkit' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    from importlib import import_module
+
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Called by `%load_ext ddpkit`: brings the cell magic `%%torchrun`."""
+    from .magic import load_ipython_extension as load
+
+    load(shell)

@@ -1,0 +1,64 @@
+"""The `ddpkit` command: `ddpkit run` is torchrun with rank-tagged output, a truthful verdict and an honest exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from .errors import LaunchError
+from .launcher import launch
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Run torchrun jobs and hear the truth about them.")
+
+EXIT_CODES = {"passed": 0, "stopped": 130, "timed_out": 124, "hung": 124}
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `run` a command of its own."""
+
+
+@app.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+def run(
+    target: Annotated[str, typer.Argument(help="A script's path, or with -m a module's name.")],
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    nproc: Annotated[
+        str, typer.Option("--nproc-per-node", "-n", help="Ranks to start: a number, cpu, gpu, auto.")
+    ] = "2",
+    backend: Annotated[str | None, typer.Option(help="gloo or nccl, for ddpkit.rank.setup().")] = None,
+    timeout: Annotated[float | None, typer.Option(help="End the job after so many seconds.")] = None,
+    stall: Annotated[float, typer.Option(help="Gather stacks after so many seconds of silence.")] = 10.0,
+    stop_on_stall: Annotated[bool, typer.Option("--stop-on-stall", help="End the job at the first stall.")] = False,
+    max_restarts: Annotated[int, typer.Option(help="How often torchrun starts the ranks anew.")] = 0,
+    module: Annotated[bool, typer.Option("--module", "-m", help="The target is a module.")] = False,
+    name: Annotated[str | None, typer.Option(help="What the run is called.")] = None,
+) -> None:
+    """Start TARGET as a torchrun job on this machine, stream each rank's output, and say what happened.
+
+    Exit code: 0 passed, 1 failed, 124 timed out or hung, 130 stopped, 2 not started.
+    """
+    if not module and "." in target and not target.endswith(".py") and "/" not in target:
+        target = f"./{target}"
+    ended = launch(
+        target,
+        args=args or (),
+        nproc=nproc,
+        backend=backend,
+        timeout=timeout,
+        stall=stall,
+        stop_on_stall=stop_on_stall,
+        max_restarts=max_restarts,
+        name=name,
+    )
+    raise typer.Exit(EXIT_CODES.get(ended.state, 1))
+
+
+def main() -> None:
+    """The console script: a job that cannot be started ends in one sentence on stderr and exit code 2."""
+    try:
+        app()
+    except LaunchError as error:
+        print(f"ddpkit: {error}", file=sys.stderr)
+        sys.exit(2)

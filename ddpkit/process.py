@@ -1,0 +1,100 @@
+"""Starts a job's torchrun agent under a keeper and stops it by a ladder that speaks; leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import wire
+from .errors import LaunchError
+
+KEEPER = Path(__file__).with_name(wire.KEEPER_FILE)
+BALLAST_BYTES = 256 * 1024
+
+
+class Job:
+    """A running torchrun job. `over` is set by the watcher once every process is gone and every line has been shown.
+
+    `end` is what ddpkit itself knows of the end: {"reason": "", "notes": [...], "keeper_exitcode": int}.
+    """
+
+    def __init__(self, folder: Path, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+        self.folder = folder
+        self.over = threading.Event()
+        self.end: dict[str, Any] = {"reason": "", "notes": []}
+        self.started = time.monotonic()
+        self._lock = threading.Lock()
+        self._write_rank_python()
+        self._keeper = self._start(command, env, cwd)
+
+    def _write_rank_python(self) -> None:
+        """The executable that torchrun starts in place of a rank's python, by way of PYTHON_EXEC."""
+        shim = self.folder / wire.RANK_PYTHON
+        shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{KEEPER}" rank "$@"\n', encoding="utf-8")
+        shim.chmod(0o755)
+        (self.folder / wire.BALLAST).write_bytes(os.urandom(BALLAST_BYTES))
+        if not os.access(shim, os.X_OK):
+            raise LaunchError(
+                f"launch: {self.folder} does not allow programs to be started from it; set {wire.ENV_HOME} to a folder that does."
+            )
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
+        """The keeper outlives neither this process nor its agent; a session of its own keeps Ctrl-C from reaching it."""
+        keeper = [sys.executable, "-I", "-S", str(KEEPER), "agent", str(os.getpid()), *command]
+        with open(self.folder / wire.AGENT_LOG, "wb") as log:
+            return subprocess.Popen(
+                keeper, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    @property
+    def running(self) -> bool:
+        """Whether the keeper, and so perhaps anything below it, is still there."""
+        return self._keeper.poll() is None
+
+    def exit_fd(self) -> int | None:
+        """A file descriptor that becomes readable when the job's processes are gone; None where the system has none."""
+        try:
+            return os.pidfd_open(self._keeper.pid)
+        except (AttributeError, OSError):
+            return None
+
+    def stop(self, reason: str) -> None:
+        """Begin to end the job; returns at once. `reason`: stopped, timeout or stall. The first reason stands."""
+        with self._lock:
+            if self.end["reason"] or not self.running:
+                return
+            self.end["reason"] = reason
+            with contextlib.suppress(ProcessLookupError):
+                self._keeper.send_signal(signal.SIGTERM)
+
+    def note(self, text: str) -> None:
+        """Keep `text` among the run's notes, once."""
+        if text not in self.end["notes"]:
+            self.end["notes"].append(text)
+
+    def finish(self) -> None:
+        """Called by the watcher when the keeper has gone: write down what ddpkit knows, and say that the job is over."""
+        self.end["keeper_exitcode"] = self._keeper.wait()
+        (self.folder / wire.BALLAST).unlink(missing_ok=True)
+        try:
+            wire.write_record(self.folder / wire.END, self.end)
+        except OSError as error:
+            self.note(f"the run folder could not be written to the end: {error.strerror}; output may be cut.")
+        self.over.set()
+
+
+def signal_rank(pid: int, number: int) -> bool:
+    """Send signal `number` to a rank's process; False where it is gone."""
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True

@@ -1,0 +1,23 @@
+"""What a training script may use inside a rank: `setup` and `report`. Everything else here works without being called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .process_group import Here, setup
+    from .reports import report
+
+__all__ = ["Here", "report", "setup"]
+
+_HOMES = {"setup": "process_group", "Here": "process_group", "report": "reports"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ddpkit.rank' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    from importlib import import_module
+
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,112 @@
+"""What runs in a rank before the user's script: arms the failure record, then runs the script as `__main__`, untouched.
+
+`keeper.py` starts it as `python -u bootstrap.py [-m] target args...`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_SCRIPT_FOLDER_SLOT = sys.path[0]
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import builtins  # noqa: E402
+import contextlib  # noqa: E402
+import faulthandler  # noqa: E402
+import importlib.util  # noqa: E402
+import signal  # noqa: E402
+import time  # noqa: E402
+from pathlib import Path  # noqa: E402
+from types import ModuleType  # noqa: E402
+
+from ddpkit import wire  # noqa: E402
+from ddpkit.rank import failure, observe  # noqa: E402
+
+# Neither Slurm, Lightning nor Python itself uses it; SIGUSR1 is theirs.
+STACK_SIGNAL = signal.SIGRTMIN + 10
+
+
+def main() -> None:
+    """Arm, then run `sys.argv[1:]` as python would."""
+    package_parent = sys.path.pop(0)
+    arm()
+    arguments = sys.argv[1:]
+    as_module = arguments[0] == "-m"
+    target, sys.argv = arguments[as_module], arguments[as_module:]
+    try:
+        # What python does for `-m name` and for `script.py`: the folder that imports start from.
+        sys.path.insert(0, os.getcwd() if as_module else os.path.dirname(os.path.abspath(target)))
+        if package_parent not in sys.path:
+            sys.path.append(package_parent)
+        run_module(target) if as_module else run_script(target)
+    except BaseException as error:
+        failure.note(error)
+        raise
+
+
+def arm() -> None:
+    """Say that this rank is here, and have its crashes, stacks and failures written into its own folder."""
+    for name in ("PYTHON_EXEC", *(n for n in os.environ if n.startswith("PET_"))):
+        os.environ.pop(name, None)
+    folder = wire.own_rank_folder()
+    if folder is None:
+        return
+    sys.excepthook = failure.print_uncaught
+    sys.breakpointhook = failure.no_keyboard
+    builtins.input = failure.no_keyboard
+    observe.arm()
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        faulthandler.enable(_kept_open(folder / wire.CRASH), all_threads=True)
+        faulthandler.register(STACK_SIGNAL, _kept_open(folder / wire.STACK), all_threads=True, chain=False)
+        wire.write_record(folder / wire.STARTED, started())
+
+
+def started() -> dict[str, object]:
+    """This rank's first record; the stack signal is in it because its handler is now in place."""
+    env = os.environ
+    return {
+        "at_ns": time.time_ns(),
+        "pid": os.getpid(),
+        "rank": int(env["RANK"]),
+        "local_rank": int(env.get("LOCAL_RANK", "0")),
+        "world_size": int(env.get("WORLD_SIZE", "1")),
+        "stack_signal": int(STACK_SIGNAL),
+    }
+
+
+def _kept_open(path: Path) -> int:
+    """A file descriptor that stays open as long as the rank lives: faulthandler writes to it when all else is lost."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def run_script(path: str) -> None:
+    """Run the file at `path` as `__main__`. `__spec__` stays None, as with python, so that spawned workers find the file."""
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, fresh_main(__file__=path, __cached__=None).__dict__)
+
+
+def run_module(name: str) -> None:
+    """Run module `name` as `__main__`, as `python -m` does."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
+    sys.argv[0] = spec.origin or name
+    exec(code, fresh_main(__spec__=spec, __file__=spec.origin, __package__=spec.parent).__dict__)
+
+
+def fresh_main(**names: object) -> ModuleType:
+    """An empty `__main__` in the place of this file's."""
+    module = ModuleType("__main__")
+    module.__dict__.update({"__builtins__": builtins, "__spec__": None, "__package__": None, **names})
+    sys.modules["__main__"] = module
+    return module
+
+
+if __name__ == "__main__":
+    main()

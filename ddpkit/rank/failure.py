@@ -1,0 +1,122 @@
+"""Writes down how a rank failed: when, to the nanosecond, with what, and at which of the user's own lines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ddpkit import wire
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_first_seen: dict[int, int] = {}
+
+
+def note(error: BaseException) -> None:
+    """Stamp `error` now and write it down; called where an exception is seen before its cause is cleaned away.
+
+    A rank that raises closes its sockets on the way out, and its peers then fail at once. The stamp is therefore
+    taken as early as it can be, and kept when the same exception is met again.
+    """
+    folder = wire.own_rank_folder()
+    if folder is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return
+    at_ns = _first_seen.setdefault(id(error), time.time_ns())
+    with contextlib.suppress(OSError):
+        wire.write_record(folder / wire.FAILURE, {"at_ns": at_ns, **described(error)})
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """`error` as a record: type, message, the chain behind it, its frames, and the user's own line."""
+    frames = [_frame(f) for f in _own_traceback(error.__traceback__)]
+    message = _text_of_exit(error) if isinstance(error, SystemExit) else str(error)
+    return {
+        "type": type(error).__name__,
+        "message": message[:20_000],
+        "chain": [{"type": type(e).__name__, "message": str(e)[:2_000]} for e in _chain(error)],
+        "traceback": _printed(error)[-40_000:],
+        "frames": frames,
+        "where": next((f for f in reversed(frames) if f["own"]), frames[-1] if frames else _syntax_error_place(error)),
+        "errno": getattr(error, "errno", None),
+    }
+
+
+def trimmed(traceback: TracebackType | None) -> TracebackType | None:
+    """`traceback` without the frames of ddpkit that lead into the user's code."""
+    while traceback is not None and _is_ddpkits(traceback.tb_frame.f_code.co_filename):
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _is_ddpkits(file: str) -> bool:
+    return file.startswith((_PACKAGE, "<frozen ")) or os.path.basename(file) == wire.FUNCTION_SCRIPT
+
+
+def _own_traceback(traceback: TracebackType | None) -> list[Any]:
+    import traceback as tb
+
+    return list(tb.extract_tb(trimmed(traceback)))
+
+
+def _printed(error: BaseException) -> str:
+    import traceback as tb
+
+    return "".join(tb.format_exception(type(error), error, trimmed(error.__traceback__)))
+
+
+def _frame(summary: Any) -> dict[str, Any]:
+    return {
+        "file": summary.filename,
+        "line": summary.lineno,
+        "function": summary.name,
+        "source": (summary.line or "").strip(),
+        "own": is_users_own(summary.filename),
+    }
+
+
+def is_users_own(file: str) -> bool:
+    """Whether `file` is the user's code rather than Python's, an installed package's or ddpkit's."""
+    if file.startswith("<") and not file.startswith("<ipython"):
+        return False
+    installed = {sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return not file.startswith((_PACKAGE, *(p + os.sep for p in installed)))
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """What `error` was raised from or while handling, nearest first; `error` itself is not in it."""
+    found: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and len(found) < 10:
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+        if at is not None:
+            found.append(at)
+    return found
+
+
+def _text_of_exit(error: SystemExit) -> str:
+    return error.code if isinstance(error.code, str) else f"exit code {error.code}"
+
+
+def _syntax_error_place(error: BaseException) -> dict[str, Any] | None:
+    if not isinstance(error, SyntaxError):
+        return None
+    source = (error.text or "").strip()
+    return {"file": error.filename, "line": error.lineno, "function": "<module>", "source": source, "own": True}
+
+
+def no_keyboard(*_: object, **__: object) -> Any:
+    """Stands in for `input` and `breakpoint` in a rank, whose stdin is empty."""
+    raise EOFError(
+        f"rank {os.environ.get('RANK', '?')} asked for keyboard input, but the ranks of a job have no keyboard. "
+        "Pass the value in args= or env=; to look inside, print, or read run.ranks[i].stack."
+    )
+
+
+def print_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """The excepthook of a rank: Python's own, with ddpkit's frames left out."""
+    sys.__excepthook__(kind, error.with_traceback(trimmed(traceback)), trimmed(traceback))

@@ -1,0 +1,67 @@
+"""Looks on while torch.distributed is used in a rank; today, at the moment a process group is torn down.
+
+torch is not imported from here: its module is met on the way in, if the script ever imports it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+from . import failure
+
+_WATCHED = "torch.distributed.distributed_c10d"
+
+
+def arm() -> None:
+    """Have `destroy_process_group` stamp the exception that is passing through, before it closes this rank's sockets."""
+    sys.meta_path.insert(0, _Meeting())
+
+
+class _Meeting(MetaPathFinder):
+    """Finds the one watched module as the other finders would, with a loader that adds the stamp after it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _WATCHED:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _StampingLoader(spec.loader)
+        return spec
+
+
+class _StampingLoader(Loader):
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._real.exec_module(module)
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._real
+        module.__dict__["destroy_process_group"] = _stamping(module.__dict__["destroy_process_group"])
+
+
+def _stamping(destroy: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(destroy)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        in_flight = sys.exc_info()[1]
+        if in_flight is not None:
+            failure.note(in_flight)
+        return destroy(*args, **kwargs)
+
+    return destroy_process_group

@@ -1,0 +1,48 @@
+"""`report`: what a rank hands over to the notebook, as JSON lines that `Run.reported` reads."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from ddpkit import wire
+
+
+def report(**values: Any) -> None:
+    """Hand `values` over to whoever launched the job; they appear in `run.reported[rank]`, the latest value of each name.
+
+    Numbers, strings, lists and dicts go as they are; tensors and arrays as numbers or nested lists.
+    Outside a ddpkit job this does nothing, so that the script runs under plain torchrun too.
+
+    Raises:
+        TypeError: a value has no JSON form; the message names it.
+    """
+    folder = wire.own_rank_folder()
+    for name, value in values.items():
+        try:
+            json.dumps(value, default=_as_json)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"report: {name}= is a {type(value).__name__}, which has no JSON form ({error}); "
+                f"hand over a number, string, list, dict or tensor."
+            ) from None
+    if folder is None:
+        return
+    line = json.dumps({"at_ns": time.time_ns(), "values": values}, default=_as_json)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / wire.REPORTS, "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def _as_json(value: Any) -> Any:
+    """Tensors, arrays and their scalars know `tolist`; torch itself is not needed to ask."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, set | frozenset | range):
+        return list(value)
+    return str(value) if hasattr(value, "__fspath__") else _refuse(value)
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -1,0 +1,240 @@
+"""Reads a run folder into plain data: attempts, ranks and failures as they were written down, without a word of judgement."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from . import wire
+from .stable import shortened, stable
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a traceback. `own`: the user's code rather than Python's, a package's or ddpkit's."""
+
+    file: str
+    line: int
+    function: str
+    source: str
+    own: bool = True
+
+    @property
+    def text(self) -> str:
+        """As the text forms quote it: `line 19: loss = net(x).mean()`, line counted as the cell or script counts."""
+        return f"line {self.line}: {self.source}" if self.source else f"line {self.line} of {Path(self.file).name}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed by itself: an uncaught exception, `sys.exit` with a text or code, or a fatal signal.
+
+    `at_ns` is the wall clock in nanoseconds, taken before the rank cleaned up; `chain` holds what the exception was
+    raised from, nearest first, as (type, message); `where` is the innermost line of the user's own code.
+    """
+
+    at_ns: int
+    type: str
+    message: str
+    traceback: str
+    frames: tuple[Frame, ...] = ()
+    where: Frame | None = None
+    chain: tuple[tuple[str, str], ...] = ()
+    errno: int | None = None
+
+    @property
+    def line_text(self) -> str:
+        """`line 19: loss = net(x).mean()`, or "" when no line is known."""
+        return self.where.text if self.where else ""
+
+    @property
+    def text(self) -> str:
+        """`ValueError: boom`, on one line, without what varies between runs."""
+        message = shortened(stable(self.message))
+        return f"{self.type}: {message}" if message else self.type
+
+
+@dataclass(frozen=True, repr=False)
+class Rank:
+    """One rank in one attempt, as recorded; a field is None where nothing was written down.
+
+    `exitcode` is -9 for a death by SIGKILL, as with `subprocess`; `signal` then names it. `told` is the signal that
+    torchrun or ddpkit sent to end it, `peak_rss_mib` the system's own figure for its process. `words` and `role`
+    (passed, culprit, own, consequence, unknown) come from the verdict over the whole job.
+    """
+
+    rank: int
+    local_rank: int
+    attempt: int
+    folder: Path
+    log_folder: Path | None
+    started_ns: int | None = None
+    ended_ns: int | None = None
+    pid: int | None = None
+    stack_signal: int | None = None
+    exitcode: int | None = None
+    signal: str | None = None
+    told: str | None = None
+    told_ns: int = 0
+    killed_for: str = ""
+    failure: Failure | None = None
+    peak_rss_mib: float | None = None
+    words: str = ""
+    role: str = "unknown"
+
+    def __repr__(self) -> str:
+        line = f", {self.failure.line_text}" if self.failure and self.failure.line_text else ""
+        return f"rank {self.rank}: {self.words}{line}"
+
+    @property
+    def stdout(self) -> str:
+        """All that the rank wrote to its standard output, read from torchrun's own log file. Bad bytes are replaced."""
+        return self._log("stdout")
+
+    @property
+    def stderr(self) -> str:
+        """All that the rank wrote to its standard error, as `stdout`."""
+        return self._log("stderr")
+
+    @property
+    def stack(self) -> str:
+        """The Python stack of every thread as last asked for while the rank ran, or as it crashed; "" if never."""
+        return _text(self.folder / wire.STACK) or _text(self.folder / wire.CRASH)
+
+    @cached_property
+    def reports(self) -> tuple[dict[str, Any], ...]:
+        """Every `ddpkit.rank.report(...)` of this rank, in order."""
+        found = []
+        for line in _text(self.folder / wire.REPORTS).splitlines():
+            try:
+                found.append(json.loads(line)["values"])
+            except (ValueError, KeyError):
+                continue
+        return tuple(found)
+
+    def _log(self, stream: str) -> str:
+        return log_text(self.log_folder / f"{stream}.log") if self.log_folder else ""
+
+
+def log_text(path: Path) -> str:
+    """A log file as text. Where the cap has cut a hole into it, one line says how much is missing."""
+    try:
+        with open(path, "rb") as file:
+            return b"".join(_around_the_hole(file, path)).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _around_the_hole(file: Any, path: Path) -> list[bytes]:
+    cut = wire.read_record(path.with_suffix(".cut.json"))
+    if not cut:
+        return [file.read()]
+    head = file.read(cut["from"])
+    file.seek(cut["to"])
+    notice = (
+        f"\n[ddpkit: {(cut['to'] - cut['from']) >> 20} MiB are missing here: {wire.ENV_LOG_CAP}={cut['cap_mib']}]\n"
+    )
+    return [head, notice.encode(), file.read()]
+
+
+def read_attempts(folder: Path) -> tuple[tuple[Rank, ...], ...]:
+    """Every attempt of the job in `folder` (torchrun restarts make more than one), each a tuple of ranks in order."""
+    found = sorted((folder / "ranks").glob("attempt_*"), key=_number)
+    return tuple(tuple(_read_rank(folder, p) for p in sorted(a.glob("rank_*"), key=_number)) for a in found)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.rsplit("_", 1)[1])
+
+
+def _read_rank(folder: Path, own: Path) -> Rank:
+    started = wire.read_record(own / wire.STARTED) or {}
+    ended = wire.read_record(own / wire.EXIT) or {}
+    attempt, rank = _number(own.parent), _number(own)
+    local_rank = started.get("local_rank", rank)
+    # Without an exit record the keeper itself was killed; a failure record of its rank still stands.
+    failed = wire.read_record(own / wire.FAILURE) if ended.get("exitcode", 1) != 0 else None
+    return Rank(
+        rank=rank,
+        local_rank=local_rank,
+        attempt=attempt,
+        folder=own,
+        log_folder=log_folder(folder, attempt, local_rank),
+        started_ns=started.get("at_ns"),
+        ended_ns=ended.get("at_ns"),
+        pid=started.get("pid"),
+        stack_signal=started.get("stack_signal"),
+        exitcode=ended.get("exitcode"),
+        signal=ended.get("signal"),
+        told=ended.get("told"),
+        told_ns=ended.get("told_ns", 0),
+        killed_for=ended.get("killed_for", ""),
+        failure=_failure(failed) if failed else _crash(own, ended, sources(folder)),
+        peak_rss_mib=ended.get("peak_rss_mib"),
+    )
+
+
+def log_folder(folder: Path, attempt: int, local_rank: int) -> Path | None:
+    """torchrun's own log folder of a rank: logs/<run id>/attempt_<n>/<local rank>."""
+    return next(iter((folder / wire.LOGS).glob(f"*/attempt_{attempt}/{local_rank}")), None)
+
+
+def _failure(record: dict[str, Any]) -> Failure:
+    where = record.get("where")
+    return Failure(
+        at_ns=record["at_ns"],
+        type=record["type"],
+        message=record["message"],
+        traceback=record["traceback"],
+        frames=tuple(Frame(**f) for f in record["frames"]),
+        where=Frame(**where) if where else None,
+        chain=tuple((c["type"], c["message"]) for c in record["chain"]),
+        errno=record.get("errno"),
+    )
+
+
+def _crash(own: Path, ended: dict[str, Any], cells: dict[str, str]) -> Failure | None:
+    """A death by signal that nobody had sent to end the job, with the stack that faulthandler left, if it could."""
+    if not ended.get("signal") or ended.get("told"):
+        return None
+    crash = _text(own / wire.CRASH)
+    frames = stack_frames(crash, cells)
+    where = next((f for f in frames if f.own), frames[0] if frames else None)
+    return Failure(ended["at_ns"], ended["signal"], crash.partition("\n")[0], crash, tuple(reversed(frames)), where)
+
+
+def sources(folder: Path) -> dict[str, str]:
+    """The notebook cells that the job's function came from: file name as tracebacks give it, to text."""
+    return (wire.read_record(folder / wire.CALL_CONTEXT) or {}).get("sources", {})
+
+
+def stack_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
+    """The frames of the thread that faulthandler calls current, innermost first, with source lines where they are known."""
+    current = re.split(r"^(?=Current thread|Thread 0x)", dump, flags=re.MULTILINE)
+    chosen = next((part for part in reversed(current) if part.startswith("Current thread")), current[-1])
+    frames = []
+    for file, line, function in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', chosen, flags=re.MULTILINE):
+        own = not any(
+            mark in file for mark in ("site-packages", "/lib/python", "<frozen", f"{os.sep}ddpkit{os.sep}rank")
+        )
+        own = own and Path(file).name != wire.FUNCTION_SCRIPT
+        frames.append(Frame(file, int(line), function, _source_line(file, int(line), cells), own))
+    return frames
+
+
+def _source_line(file: str, line: int, cells: dict[str, str]) -> str:
+    lines = cells[file].splitlines() if file in cells else linecache.getlines(file)
+    return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

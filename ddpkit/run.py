@@ -1,0 +1,372 @@
+"""`Run`: one job as plain data, rebuilt from its run folder on any machine, with its text and HTML forms."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import wire
+from .culprit import Culprit, Ending, Verdict, judge, plain_words
+from .errors import JobFailed
+from .records import Rank, read_attempts, sources
+from .stable import shortened, stable
+
+if TYPE_CHECKING:
+    from .process import Job
+
+
+class Run:
+    """A job: `run.ok`, `run.state`, `run.culprit`, `run.ranks[i]`. Made by `ddpkit.launch`, or `Run.from_folder(path)`.
+
+    A run that still goes on (`launch(wait=False)`) has state "running"; `wait()` and `stop()` act on it.
+    """
+
+    def __init__(self, folder: Path, job: Job | None = None, revealed: bool = True) -> None:
+        self.folder = folder
+        self.revealed = revealed
+        self._job = job
+        self._spec = wire.read_record(folder / wire.JOB) or {}
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Run:
+        """Rebuild a run from its folder; no process and no torch is needed.
+
+        Raises:
+            FileNotFoundError: there is no run in `folder`.
+        """
+        path = Path(folder).expanduser().resolve()
+        if not (path / wire.JOB).exists():
+            raise FileNotFoundError(f"Run.from_folder: {path} holds no {wire.JOB}; give a folder below .ddpkit/runs/.")
+        return cls(path)
+
+    # What was asked for.
+
+    @property
+    def name(self) -> str:
+        """The script's, module's or function's name, or what `name=` or `--as` said."""
+        return self._spec.get("name", self.folder.name)
+
+    @property
+    def nproc(self) -> int:
+        """Ranks asked for on this host."""
+        return int(self._spec.get("nproc", 0))
+
+    @property
+    def backend(self) -> str:
+        """The backend decided before the ranks started, "gloo" or "nccl"; a script that names its own keeps that."""
+        return self._spec.get("backend", "")
+
+    @property
+    def command(self) -> str:
+        """A shell line that starts the same job with plain torchrun, without ddpkit."""
+        return self._spec.get("command", "")
+
+    @property
+    def facts(self) -> str:
+        """`2 ranks · gloo on CPU`."""
+        return " · ".join([_ranks(self.nproc), self._spec.get("device_words", self.backend)])
+
+    # What became of it.
+
+    @property
+    def state(self) -> str:
+        """running, passed, failed, hung, timed_out or stopped."""
+        if self._job is not None and not self._job.over.is_set():
+            return "running"
+        reason = self._ending.reason
+        if reason:
+            return {"timeout": "timed_out", "stall": "hung"}.get(reason, "stopped")
+        passed = self._ending.agent_exitcode == 0 and not self._ending.agent_signal
+        return "passed" if passed and all(r.exitcode == 0 for r in self.ranks) else "failed"
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rank and torchrun itself ended with exit code 0."""
+        return self.state == "passed"
+
+    @property
+    def warm(self) -> bool:
+        """Whether the ranks were forked from a process that had imported torch already. Every job starts cold so far."""
+        return bool(self._spec.get("warm", False))
+
+    @property
+    def attempts(self) -> tuple[tuple[Rank, ...], ...]:
+        """The ranks of each attempt; more than one where `--max-restarts` let torchrun try again."""
+        last = len(self._records) - 1
+        return tuple(
+            self.ranks if i == last else _with_words(ranks, judge(ranks, Ending()))
+            for i, ranks in enumerate(self._records)
+        )
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """Every rank of the last attempt, in order. A rank that never started is not there."""
+        return _with_words(self._records[-1], self.verdict) if self._records else ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """Who is at fault, in a sentence and by rank."""
+        return self._known["verdict"]
+
+    @property
+    def culprit(self) -> Culprit:
+        """The rank at fault; a tuple of ranks or "every rank" where they fail alike; None where none can be named."""
+        return self.verdict.culprit
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else the user should know: processes that had to be ended, a log that was capped, a disk that was full."""
+        return self._known["notes"]
+
+    @property
+    def reported(self) -> dict[int, dict[str, Any]]:
+        """What each rank handed over by `ddpkit.rank.report(...)`: rank to names and latest values."""
+        merged: dict[int, dict[str, Any]] = {}
+        for rank in self._records[-1] if self._records else ():
+            merged[rank.rank] = {name: value for report in rank.reports for name, value in report.items()}
+        return merged
+
+    @property
+    def returned(self) -> dict[int, Any]:
+        """What the launched function returned: rank to value. Unpickled when asked for, and only for a job of this process.
+
+        Raises:
+            PermissionError: the run was read from a folder; unpickling what somebody else wrote would run their code.
+        """
+        if self._job is None:
+            raise PermissionError(
+                f"run.returned: {self.folder.name} was read from a folder, and unpickling its values could run foreign code. "
+                "Launch it here, or have the ranks hand values over by ddpkit.rank.report(...)."
+            )
+        import cloudpickle
+
+        found = {}
+        for rank in self._records[-1] if self._records else ():
+            path = rank.folder / wire.RETURNED
+            if path.exists():
+                found[rank.rank] = cloudpickle.loads(path.read_bytes())
+        return found
+
+    @property
+    def torchrun_log(self) -> str:
+        """What torchrun's agent itself printed."""
+        return _read(self.folder / wire.AGENT_LOG)
+
+    # Acting on a run that still goes on.
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Return when the job is over, or after `timeout` seconds with `state` still "running"."""
+        if self._job is not None:
+            self._job.over.wait(timeout)
+        return self
+
+    def stop(self) -> Run:
+        """End every rank and return when none is left."""
+        if self._job is not None:
+            self._job.stop("stopped")
+            self._job.over.wait()
+        return self
+
+    def check(self) -> Run:
+        """The run itself if it passed.
+
+        Raises:
+            JobFailed: it did not.
+        """
+        if not self.ok:
+            raise JobFailed(self)
+        return self
+
+    def reveal(self) -> Run:
+        """The same run with its verdict shown, for one that was launched with `reveal=False`."""
+        return Run(self.folder, self._job, revealed=True)
+
+    def bundle(self, path: str | Path | None = None) -> Path:
+        """Write the run folder into a zip, for a bug report, and return its path. Pickled values are left out."""
+        target = Path(path) if path else Path(f"{self.folder.name}.zip")
+        if target.exists() and target.is_dir():
+            target = target / f"{self.folder.name}.zip"
+        skipped = {wire.RETURNED, wire.CALL, wire.BALLAST}
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+            for file in sorted(self.folder.rglob("*")):
+                if file.is_file() and file.name not in skipped:
+                    archive.write(file, Path(self.folder.name) / file.relative_to(self.folder))
+            archive.writestr(f"{self.folder.name}/summary.txt", f"{self}\n")
+        return target.resolve()
+
+    # How it is shown.
+
+    @property
+    def headline(self) -> str:
+        """`broken → failed · 2 ranks · rank 1: ValueError, line 7: raise ValueError("boom")`, the same in every run."""
+        parts = [f"{self.name} → {self.state.replace('_', ' ')}", _ranks(self.nproc)]
+        if self.state != "running" and self.revealed and (who := self._who()):
+            parts.append(who)
+        return " · ".join(parts)
+
+    def _who(self) -> str:
+        culprit = self.culprit
+        if culprit is None:
+            return ""
+        first = (
+            self.ranks[0]
+            if culprit == "every rank"
+            else self._rank(culprit if isinstance(culprit, int) else culprit[0])
+        )
+        subject = "every rank" if culprit == "every rank" else "rank " + ", ".join(map(str, _as_tuple(culprit)))
+        if first is None or first.failure is None:
+            return f"{subject}: {first.words if first else 'at fault'}"
+        line = f", {first.failure.line_text}" if first.failure.line_text else ""
+        return f"{subject}: {stable(first.failure.type)}{line}"
+
+    def _rank(self, number: int) -> Rank | None:
+        return next((r for r in self.ranks if r.rank == number), None)
+
+    def __str__(self) -> str:
+        lines = [self.headline]
+        if self.state not in ("running", "passed"):
+            if self.revealed and self.verdict.sentence:
+                lines.append(f"  {self.verdict.sentence}")
+            lines += [f"  rank {rank}  {words:<34} {failure}".rstrip() for rank, words, failure in self._table()]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _table(self) -> list[tuple[int, str, str]]:
+        """Rows of rank, words, and what it said at which line; without any judgement where the verdict is held back."""
+        rows = []
+        for rank in self.ranks:
+            words = rank.words if self.revealed else plain_words(rank)
+            failure = rank.failure
+            said = [] if failure is None else [failure.line_text]
+            if failure is not None and rank.role != "consequence" and failure.type not in words:
+                said.insert(0, failure.text)
+            rows.append((rank.rank, words, shortened(stable(" · ".join(s for s in said if s)))))
+        return rows
+
+    def _repr_html_(self) -> str:
+        if self.state in ("running", "passed") and not self.notes:
+            return f'<div class="ddpkit-run">{_headline_html(self.headline, self.state)}</div>'
+        rows = "".join(
+            f"<tr><td>rank {rank}</td><td>{escape(words)}</td><td><code>{escape(said)}</code></td></tr>"
+            for rank, words, said in (self._table() if self.state not in ("running", "passed") else ())
+        )
+        sentence = escape(self.verdict.sentence) if self.revealed else ""
+        notes = "".join(f"<div>note: {escape(note)}</div>" for note in self.notes)
+        return (
+            f'<div class="ddpkit-run">{_headline_html(self.headline.split(" · rank ")[0].split(" · every rank")[0], self.state)}'
+            f"<div><b>{sentence}</b></div><table>{rows}</table>{notes}</div>"
+        )
+
+    def _ipython_display_(self) -> None:
+        """Shown as HTML and text, unless `launch` has just shown it in this very cell."""
+        from .notebook import display_run
+
+        display_run(self)
+
+    # What the folder says, read again until the job is over.
+
+    @property
+    def _known(self) -> dict[str, Any]:
+        return self._final if self._is_over() else self._read()
+
+    @cached_property
+    def _final(self) -> dict[str, Any]:
+        return self._read()
+
+    def _is_over(self) -> bool:
+        return self._job is None or self._job.over.is_set()
+
+    def _read(self) -> dict[str, Any]:
+        records = read_attempts(self.folder)
+        ending = self._read_ending()
+        verdict = judge(records[-1] if records else (), ending)
+        return {"records": records, "ending": ending, "verdict": verdict, "notes": self._read_notes(records)}
+
+    @property
+    def _records(self) -> tuple[tuple[Rank, ...], ...]:
+        return self._known["records"]
+
+    @property
+    def _ending(self) -> Ending:
+        return self._known["ending"]
+
+    def _read_ending(self) -> Ending:
+        end = self._job.end if self._job is not None else wire.read_record(self.folder / wire.END) or {}
+        agent = wire.read_record(self.folder / wire.AGENT_RECORD) or {}
+        reason = end.get("reason", "")
+        if not reason and agent.get("told"):
+            reason = "stopped"
+        return Ending(
+            reason=reason,
+            agent_exitcode=agent.get("exitcode", end.get("keeper_exitcode")),
+            agent_signal=None if reason else agent.get("signal"),
+            agent_error=_last_words(self.torchrun_log),
+            timeout_s=self._spec.get("timeout_s"),
+            stall_s=self._spec.get("stall_s"),
+            cells=sources(self.folder),
+        )
+
+    def _read_notes(self, records: tuple[tuple[Rank, ...], ...]) -> tuple[str, ...]:
+        end = self._job.end if self._job is not None else wire.read_record(self.folder / wire.END) or {}
+        agent = wire.read_record(self.folder / wire.AGENT_RECORD) or {}
+        notes = [*self._spec.get("notes", []), *end.get("notes", [])]
+        if len(records) > 1:
+            notes.append(f"torchrun restarted the ranks: this was attempt {len(records)}, see run.attempts.")
+        for rank in records[-1] if records else ():
+            if rank.killed_for.startswith("it ignored"):
+                notes.append(f"rank {rank.rank} {rank.killed_for.removeprefix('it ')} and was ended by SIGKILL.")
+        stubborn = [s for s in agent.get("swept", []) if wire.KEEPER_FILE not in s["command"]]
+        if stubborn and not agent.get("signal"):
+            notes.append(f"{len(stubborn)} processes had outlived the job and were ended.")
+        return tuple(notes)
+
+
+def _with_words(records: tuple[Rank, ...], verdict: Verdict) -> tuple[Rank, ...]:
+    words: Mapping[int, str] = verdict.words
+    return tuple(
+        replace(r, words=words.get(r.rank, plain_words(r)), role=verdict.roles.get(r.rank, "unknown")) for r in records
+    )
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank" if number == 1 else f"{number} ranks"
+
+
+def _as_tuple(culprit: Culprit) -> tuple[Any, ...]:
+    return culprit if isinstance(culprit, tuple) else (culprit,)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _last_words(log: str) -> str:
+    """The last line of torchrun's log that states an error."""
+    lines = [line.strip() for line in log.splitlines() if "Error" in line and not line.startswith((" ", "[", "W", "E"))]
+    return shortened(stable(lines[-1])) if lines else ""
+
+
+_COLOURS = {"passed": "#1a7f37", "running": "#0969da", "stopped": "#6e7781"}
+
+
+def _headline_html(headline: str, state: str) -> str:
+    name, _, rest = headline.partition(" → ")
+    return (
+        f'<div><b>{escape(name)}</b> → <span style="color:{_COLOURS.get(state, "#cf222e")}">{escape(rest)}</span></div>'
+    )
+
+
+def save_spec(folder: Path, spec: Mapping[str, Any]) -> None:
+    """Write what the job was asked to be; called by the launcher before the start."""
+    (folder / wire.JOB).write_text(json.dumps(spec, indent=1, default=str), encoding="utf-8")

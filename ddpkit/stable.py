@@ -1,0 +1,31 @@
+"""Takes out of a text what differs between two runs of the same job: ports, pids, addresses, the run folder's path."""
+
+from __future__ import annotations
+
+import re
+
+_VARYING = (
+    (re.compile(r"\[(127\.0\.0\.1|localhost|[0-9a-fA-F:.]+)\]:\d+"), r"[\1]:PORT"),
+    (re.compile(r"\((localhost|127\.0\.0\.1), \d+\)"), r"(\1, PORT)"),
+    (re.compile(r"\bpid(\(s\))?([ :=]+)\d+"), r"pid\1\2N"),
+    (re.compile(r"\b0x[0-9a-f]{6,}"), "0x…"),
+    (re.compile(r"\S*/\.ddpkit/runs/[^/\s]+/"), ""),
+    (re.compile(r"/tmp/ipykernel_\d+/\d+\.py"), "the cell"),
+    (re.compile(r"\S*/site-packages/"), ""),
+    (re.compile(r"\[/__w/\S*?/third_party/"), "["),
+    (re.compile(r"<ipython-input-[^>]*>"), "the cell"),
+)
+
+
+def stable(text: str) -> str:
+    """`text` with ports, pids, addresses and run-folder paths replaced by words that are the same in every run."""
+    for pattern, word in _VARYING:
+        text = pattern.sub(word, text)
+    return text
+
+
+def shortened(text: str, length: int = 160) -> str:
+    """The first line of `text`, at most `length` characters."""
+    lines = text.strip().splitlines()
+    first = lines[0].strip() if lines else ""
+    return first if len(first) <= length else first[: length - 1].rstrip() + "…"

@@ -1,0 +1,95 @@
+"""The names both wings share: environment variables, run-folder paths and the records in them. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+# Environment of a job. RUN marks every process of a job and tells it where its run folder is.
+ENV_RUN = "DDPKIT_RUN"
+ENV_BACKEND = "DDP_BACKEND"
+ENV_HOME = "DDPKIT_HOME"
+ENV_LOG_CAP = "DDPKIT_LOG_CAP_MIB"
+ENV_KEEP_RUNS = "DDPKIT_KEEP_RUNS"
+
+STREAMS = ("stdout", "stderr")
+
+# Files of a run folder.
+JOB = "job.json"
+END = "end.json"
+AGENT_RECORD = "agent.json"
+AGENT_LOG = "torchrun.log"
+LOGS = "logs"
+RANK_PYTHON = "rank-python"
+KEEPER_FILE = "keeper.py"
+BALLAST = "ballast"
+FUNCTION_SCRIPT = "call_function.py"
+CALL = "call.pkl"
+CALL_CONTEXT = "call.json"
+
+# Files of one rank's own folder, ranks/attempt_<n>/rank_<r>/.
+STARTED = "started.json"
+FAILURE = "failure.json"
+EXIT = "exit.json"
+REPORTS = "reports.jsonl"
+RETURNED = "returned.pkl"
+STACK = "stack.txt"
+CRASH = "crash.txt"
+
+
+def rank_folder(run: str | os.PathLike[str], attempt: int, rank: int) -> Path:
+    """Where the records of `rank` (global) in restart `attempt` (0 is the first) lie."""
+    return Path(run) / "ranks" / f"attempt_{attempt}" / f"rank_{rank}"
+
+
+def own_rank_folder() -> Path | None:
+    """The calling rank's folder, from the environment torchrun set; None outside a ddpkit job."""
+    run, rank = os.environ.get(ENV_RUN), os.environ.get("RANK")
+    if not run or not rank:
+        return None
+    return rank_folder(run, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), int(rank))
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write `record` as JSON so that a reader sees all of it or nothing.
+
+    On a full disk the ballast that the launcher laid down is given up first: how a rank ended matters more.
+    """
+    text = json.dumps(record, default=str)
+    try:
+        _replace(path, text)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        give_up_ballast(path)
+        _replace(path, text)
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """The record at `path`, or None when it is not there or not whole."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def give_up_ballast(inside: Path) -> None:
+    """Delete the ballast of the run folder that holds `inside`, to make room on a full disk."""
+    for folder in inside.parents:
+        if (folder / JOB).exists():
+            (folder / BALLAST).unlink(missing_ok=True)
+            return
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

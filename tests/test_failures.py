@@ -1,0 +1,343 @@
+"""Every way a job can go wrong, as a real job: control comes back, the culprit is right, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ddpkit
+from ddpkit import wire
+
+pytestmark = pytest.mark.job
+
+PREAMBLE = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+"""
+
+
+def launch(path: str, **options: object) -> ddpkit.Run:
+    return ddpkit.launch(path, show=False, **{"timeout": 120, **options})
+
+
+def wait_for_line(run: ddpkit.Run, text: str, ranks: int = 2) -> None:
+    """Return when every rank has printed `text`."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        assert run.state == "running", str(run)
+        if len(run.ranks) == ranks and all(text in r.stdout for r in run.ranks):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{text!r} was never printed: {run.ranks}")
+
+
+@pytest.mark.parametrize("destroy", [False, True], ids=["plain", "destroys_in_finally"])
+def test_a_raising_rank_is_named_and_its_peer_is_a_consequence(script: Callable[..., str], destroy: bool) -> None:
+    ending = "dist.destroy_process_group()" if destroy else "pass"
+    path = script(
+        PREAMBLE
+        + f"""
+try:
+    if rank == 1:
+        print(time.time_ns(), flush=True)
+        raise ValueError("boom at step 3")
+    dist.all_reduce(torch.ones(3))
+finally:
+    {ending}
+"""
+    )
+    run = launch(path)
+    back_ns = time.time_ns()
+    assert run.state == "failed"
+    assert run.culprit == 1
+    assert (back_ns - int(run.ranks[1].stdout)) / 1e9 < 5
+    assert run.ranks[1].failure.type == "ValueError"
+    assert run.ranks[1].failure.message == "boom at step 3"
+    assert run.ranks[1].failure.where.source == 'raise ValueError("boom at step 3")'
+    assert run.ranks[0].role == "consequence"
+    assert "Connection" in run.ranks[0].stderr
+    assert 'raise ValueError("boom at step 3")' in str(run)
+    assert "bootstrap.py" not in run.ranks[1].stderr, "ddpkit's own frames show in the user's traceback"
+
+
+@pytest.mark.parametrize(
+    ("deed", "name"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+        ("import ctypes; ctypes.string_at(0)", "SIGSEGV"),
+        ("import ctypes; ctypes.CDLL(None).abort()", "SIGABRT"),
+    ],
+)
+def test_a_rank_killed_by_a_signal_is_named_with_it(script: Callable[..., str], deed: str, name: str) -> None:
+    run = launch(
+        script(
+            PREAMBLE
+            + f"""
+def die():
+    print(time.time_ns(), flush=True)
+    {deed}
+
+if rank == 1:
+    die()
+dist.all_reduce(torch.ones(3))
+"""
+        )
+    )
+    back_ns = time.time_ns()
+    assert (run.state, run.culprit) == ("failed", 1)
+    assert (back_ns - int(run.ranks[1].stdout)) / 1e9 < 5
+    assert run.ranks[1].signal == name
+    assert run.ranks[1].exitcode == -getattr(signal, name)
+    assert name in str(run)
+    assert run.ranks[0].role == "consequence"
+    if name != "SIGKILL":
+        assert run.ranks[1].failure.where.source == deed, "the crashing line is known from the stack faulthandler left"
+
+
+def test_of_two_own_failures_the_earlier_counts(script: Callable[..., str]) -> None:
+    run = launch(
+        script(
+            PREAMBLE
+            + """
+if rank == 1:
+    raise KeyError("first")
+time.sleep(0.3)
+raise ValueError("second")
+"""
+        )
+    )
+    assert run.culprit == 1
+    assert "later rank 0 raised ValueError: second" in run.verdict.sentence
+
+
+def test_every_rank_failing_alike_is_no_race(script: Callable[..., str]) -> None:
+    path = script(
+        """
+        import torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        dist.init_process_group("gloo")
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.used, self.unused = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+            def forward(self, x):
+                return self.used(x)
+        ddp = DDP(Net())
+        for step in range(3):
+            loss = ddp(torch.ones(2, 4)).sum()
+            loss.backward()
+        """
+    )
+    texts = set()
+    for _ in range(3):
+        run = launch(path)
+        assert run.culprit == "every rank"
+        assert {r.role for r in run.ranks} == {"culprit"}
+        texts.add(str(run))
+    assert len(texts) == 1, texts
+    assert "loss = ddp(torch.ones(2, 4)).sum()" in texts.pop()
+
+
+def test_an_early_leaver_is_told_when_its_peer_loses_it(script: Callable[..., str]) -> None:
+    run = launch(script(PREAMBLE + "if rank == 1: sys.exit(0)\ndist.all_reduce(torch.ones(3))\n"))
+    assert (run.state, run.culprit) == ("failed", 1)
+    assert run.ranks[1].exitcode == 0
+    assert "left early" in run.verdict.sentence
+
+
+def test_an_early_leaver_is_told_when_another_hangs_on(script: Callable[..., str]) -> None:
+    # Three ranks: rank 0 keeps the sockets of rank 2's ring alive, rank 1 leaves before the others' barrier.
+    run = launch(
+        script(
+            """
+            import os, sys, torch, torch.distributed as dist
+            rank = int(os.environ["RANK"])
+            if rank == 1:
+                sys.exit(0)
+            dist.init_process_group("gloo")
+            """
+        ),
+        timeout=15,
+    )
+    assert (run.state, run.culprit) == ("timed_out", 1)
+    assert "left early" in run.verdict.sentence
+    assert 'dist.init_process_group("gloo")' in run.verdict.sentence
+
+
+def test_sys_exit_with_a_text_is_a_failure_with_that_text(script: Callable[..., str]) -> None:
+    run = launch(script(PREAMBLE + 'if rank == 1: sys.exit("no data under /data")\ndist.all_reduce(torch.ones(3))\n'))
+    assert run.culprit == 1
+    assert run.ranks[1].exitcode == 1
+    assert run.ranks[1].failure.message == "no data under /data"
+    assert "no data under /data" in run.ranks[1].stderr
+
+
+def test_an_exit_code_without_an_exception_is_kept(script: Callable[..., str]) -> None:
+    run = launch(script(PREAMBLE + "if rank == 1: os._exit(7)\ndist.all_reduce(torch.ones(3))\n"))
+    assert (run.culprit, run.ranks[1].exitcode) == (1, 7)
+    assert "exited with code 7" in str(run)
+
+
+BLOCKED = (
+    PREAMBLE
+    + """
+print("ready", flush=True)
+if rank == 0:
+    dist.all_reduce(torch.ones(3))
+time.sleep(1000)
+"""
+)
+
+
+def test_stop_ends_a_job_blocked_in_cpp(script: Callable[..., str], home: Path) -> None:
+    run = launch(script(BLOCKED), wait=False)
+    wait_for_line(run, "ready")
+    before = time.monotonic()
+    run.stop()
+    assert time.monotonic() - before < 3
+    assert run.state == "stopped"
+    assert "ready" in run.ranks[0].stdout
+    assert run.culprit is None
+
+
+def test_ctrl_c_gives_control_back(script: Callable[..., str]) -> None:
+    path = script(BLOCKED)
+    main = os.getpid()
+    watcher = os.fork()
+    if watcher == 0:
+        # Presses Ctrl-C in the launching process once both ranks have said that they are ready.
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            logs = Path(os.environ[wire.ENV_HOME]).glob("runs/*/logs/*/attempt_0/*/stdout.log")
+            if sum("ready" in p.read_text() for p in logs) == 2:
+                os.kill(main, signal.SIGINT)
+                break
+            time.sleep(0.05)
+        os._exit(0)
+    run = launch(path)
+    os.waitpid(watcher, 0)
+    assert run.state == "stopped"
+    assert "ready" in run.ranks[1].stdout
+
+
+def test_a_killed_agent_takes_its_ranks_along(script: Callable[..., str]) -> None:
+    run = launch(script(BLOCKED), wait=False)
+    wait_for_line(run, "ready")
+    agent = psutil.Process(run.ranks[0].pid).parent().parent()
+    assert "torch.distributed.run" in agent.cmdline()
+    agent.kill()
+    run.wait(30)
+    assert run.state == "failed"
+    assert "torchrun itself was killed by SIGKILL" in str(run)
+    assert [r.exitcode for r in run.ranks] == [-signal.SIGTERM] * 2
+
+
+@pytest.mark.parametrize("victim", ["rank keeper", "agent keeper"])
+def test_a_killed_keeper_leaves_nothing(script: Callable[..., str], victim: str) -> None:
+    run = launch(script(BLOCKED), wait=False)
+    wait_for_line(run, "ready")
+    rank_keeper = psutil.Process(run.ranks[1].pid).parent()
+    (rank_keeper if victim == "rank keeper" else rank_keeper.parent().parent()).kill()
+    run.wait(30)
+    assert run.state == "failed"
+    # The proof that no process is left is in the `home` fixture; those of a killed keeper's job end within seconds.
+    until = time.monotonic() + 10
+    from conftest import living
+
+    while living(run.folder) and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+def test_restarts_are_told_apart(script: Callable[..., str]) -> None:
+    run = launch(
+        script(
+            """
+            import os
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+            print("attempt", attempt, "of rank", os.environ["RANK"], flush=True)
+            if attempt == "0" and os.environ["RANK"] == "1":
+                raise RuntimeError("only once")
+            """
+        ),
+        max_restarts=1,
+    )
+    assert run.ok
+    assert len(run.attempts) == 2
+    assert run.attempts[0][1].failure.message == "only once"
+    assert run.attempts[0][1].role == "culprit"
+    assert run.attempts[0][1].stdout == "attempt 0 of rank 1\n"
+    assert run.ranks[1].stdout == "attempt 1 of rank 1\n"
+    assert any("attempt 2" in note for note in run.notes)
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_and_it_is_said(script: Callable[..., str]) -> None:
+    run = launch(
+        script(
+            """
+            import os, signal, time
+            if os.environ["RANK"] == "0":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print("ready", flush=True)
+            time.sleep(1000)
+            """
+        ),
+        wait=False,
+    )
+    wait_for_line(run, "ready")
+    before = time.monotonic()
+    run.stop()
+    assert time.monotonic() - before < 8
+    assert run.ranks[0].signal == "SIGKILL"
+    assert any("ignored SIGTERM" in note for note in run.notes)
+
+
+def test_a_job_longer_than_its_timeout_ends_with_stacks(script: Callable[..., str]) -> None:
+    run = launch(script(BLOCKED), timeout=12)
+    assert run.state == "timed_out"
+    assert "all_reduce" in run.ranks[0].stack
+    assert "train.py" in run.ranks[1].stack
+    assert all("ready" in r.stdout for r in run.ranks)
+    assert "timeout=12 s" in str(run)
+
+
+def test_a_stall_gathers_stacks_and_may_end_the_job(script: Callable[..., str]) -> None:
+    run = launch(script(BLOCKED), stall=2, stop_on_stall=True)
+    assert run.state == "hung"
+    assert "all_reduce" in run.ranks[0].stack
+
+
+def test_a_stopped_job_launched_from_a_thread_that_ends_lives_on(script: Callable[..., str]) -> None:
+    import threading
+
+    path = script(PREAMBLE + "time.sleep(1)\ndist.barrier()\nprint('done')\n")
+    runs: list[ddpkit.Run] = []
+    button = threading.Thread(target=lambda: runs.append(launch(path, wait=False)))
+    button.start()
+    button.join()
+    assert runs[0].wait(120).ok, str(runs[0])
+    assert "done" in runs[0].ranks[1].stdout
+
+
+def test_ten_launches_one_after_another_after_each_kind_of_failure(script: Callable[..., str]) -> None:
+    quick = """
+    import os, signal, sys
+    deed = sys.argv[1]
+    if os.environ["RANK"] == "1":
+        if deed == "raise": raise ValueError
+        if deed == "kill": os.kill(os.getpid(), signal.SIGKILL)
+        if deed == "exit": sys.exit(3)
+    """
+    path = script(quick)
+    for i in range(10):
+        deed = ("raise", "kill", "exit", "pass")[i % 4]
+        run = launch(path, args=[deed])
+        assert run.ok == (deed == "pass")
+        assert run.culprit == (None if deed == "pass" else 1)
