@@ -226,6 +226,8 @@ def _did(rank: Rank) -> str:
 def _killed(rank: Rank) -> str:
     if rank.signal == "SIGKILL":
         return "was killed by SIGKILL, not sent by torchrun (by hand, or by the kernel for want of memory)"
+    if rank.finished_ns:
+        return f"was killed by {rank.signal} after its script had ended, as happens without destroy_process_group()"
     return f"was killed by {rank.signal}"
 
 
@@ -267,7 +269,7 @@ def _as_ranks(culprit: Culprit, ranks: Sequence[Rank]) -> tuple[int, ...]:
         return tuple(r.rank for r in ranks)
     if culprit is None:
         return ()
-    return (culprit,) if isinstance(culprit, int) else tuple(culprit)  # type: ignore[arg-type]
+    return (culprit,) if isinstance(culprit, int) else tuple(culprit)
 
 
 def _ranks_said(numbers: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from ddpkit import wire  # noqa: E402  (isolated mode: the package is found beside this file)
+from ddpkit import wire
 
 TICK_S = 0.2
 RANK_GRACE_S = 2.0

@@ -65,7 +65,7 @@ class Rank:
     """One rank in one attempt, as recorded; a field is None where nothing was written down.
 
     `exitcode` is -9 for a death by SIGKILL, as with `subprocess`; `signal` then names it. `told` is the signal that
-    torchrun or ddpkit sent to end it, `peak_rss_mib` the system's own figure for its process. `words` and `role`
+    torchrun or ddpkit sent to end it, `finished_ns` when its script came to its end, `peak_rss_mib` the system's own figure for its process. `words` and `role`
     (passed, culprit, own, consequence, unknown) come from the verdict over the whole job.
     """
 
@@ -75,6 +75,7 @@ class Rank:
     folder: Path
     log_folder: Path | None
     started_ns: int | None = None
+    finished_ns: int | None = None
     ended_ns: int | None = None
     pid: int | None = None
     stack_signal: int | None = None
@@ -167,6 +168,7 @@ def _read_rank(folder: Path, own: Path) -> Rank:
         folder=own,
         log_folder=log_folder(folder, attempt, local_rank),
         started_ns=started.get("at_ns"),
+        finished_ns=(wire.read_record(own / wire.FINISHED) or {}).get("at_ns"),
         ended_ns=ended.get("at_ns"),
         pid=started.get("pid"),
         stack_signal=started.get("stack_signal"),

@@ -25,7 +25,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class RankNow:
-    """A rank at this moment. `kind`: starting, running, silent, passed, failed, consequence or ended; `words` says it."""
+    """A rank at this moment. `words` says it.
+
+    `kind` is starting, running, silent, passed, failed, consequence or ended.
+    """
 
     rank: int
     kind: str
@@ -38,7 +41,7 @@ class RankNow:
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """The job at this moment. `skipped` counts display lines per rank that the view never got; the files have them all."""
+    """The job at this moment. `skipped` counts display lines per rank that were never passed on."""
 
     state: str
     elapsed_s: float

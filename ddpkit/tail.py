@@ -127,7 +127,7 @@ class Tails:
             seconds = min(seconds, 0.01)
         ready, _, _ = select.select(fds, [], [], seconds)
         if self._notify in ready:
-            os.read(self._notify.fileno(), 64 * 1024)  # type: ignore[union-attr]
+            os.read(self._notify.fileno(), 64 * 1024)
 
     def find(self) -> None:
         """Take up log files that have appeared. A rank's number is known once it has written its first record."""

@@ -20,7 +20,7 @@ from .errors import LaunchError
 
 LARGE_BYTES = 8 * 2**20
 
-_CALL_SCRIPT = '''"""Written by ddpkit: calls the function `{name}` on this rank. The pickled call lies beside this file."""
+_CALL_SCRIPT = '''"""Written by ddpkit: calls the function `{name}` on this rank; the pickled call lies beside this file."""
 
 import ddpkit.rank.function as _ddpkit_function
 
@@ -126,7 +126,7 @@ def of_cell(text: str, name: str, args: Sequence[str]) -> Target:
 
 
 def of_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
-    """A function of this process, defined in a cell too: pickled by value, with the classes it needs and their source."""
+    """A function of this process, defined in a cell too: pickled by value, with the classes it needs."""
     name = getattr(function, "__name__", type(function).__name__)
     found = _reachable(function, [*args, *kwargs.values()])
     names = {k: v for k, v in found.items() if _is_notebooks(v)}

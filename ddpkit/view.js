@@ -4,8 +4,10 @@ const STDERR = 1;
 const GAP = 2;
 const MOST_LINES = { open: 2000, closed: 300 };
 const MOST_OPEN_LANES = 4;
+const MOST_SAMPLES = 240;
 const SILENCE_S = 5;
 const UNHEARD_MS = 2500;
+const CONSEQUENCE = ": a consequence";
 const ERROR_LINE = /Traceback|\b\w*(Error|Exception)\b|terminate called|Fatal Python error/;
 const STATES = {
   starting: "starting", running: "running", stopping: "stopping", passed: "passed", failed: "failed",
@@ -42,7 +44,7 @@ class View {
     state.setAttribute("role", "status");
     this.facts = make("span", "ddp-facts");
     this.elapsed = make("span", "ddp-elapsed");
-    this.jump = button("First error", () => this.showFirstError(), "Jump to the first error");
+    this.jump = button("Jump to the first error", () => this.showFirstError());
     this.copy = button("Copy command", () => this.copyCommand(), "Copy the torchrun command of this job");
     this.stop = button("Stop", () => this.askToStop());
     this.stop.classList.add("ddp-stop");
@@ -63,6 +65,7 @@ class View {
 
   start() {
     this.stopTheme = followTheme(this.root);
+    this.stopSize = onceShown(this.root, () => this.lanes.forEach((lane) => lane.settle()));
     this.onMessage = (message) => this.receive(message);
     this.onJob = () => this.showJob();
     this.onFinal = () => this.finish();
@@ -78,6 +81,7 @@ class View {
   end() {
     clearInterval(this.ticker);
     this.stopTheme();
+    this.stopSize();
     this.model.off("msg:custom", this.onMessage);
     this.model.off("change:job", this.onJob);
     this.model.off("change:final", this.onFinal);
@@ -122,7 +126,7 @@ class View {
   // Start again from a picture: lines, curves, states.
   redraw(picture) {
     for (const lane of this.lanes.values()) lane.clear();
-    for (const [rank, samples] of picture.curves ?? []) this.lane(rank).curve.points = samples;
+    for (const [rank, samples] of picture.curves ?? []) this.lane(rank).samples = samples;
     this.take({ ...picture, sampled: true });
   }
 
@@ -140,7 +144,7 @@ class View {
   showRank([rank, kind, words, rss, device, deviceMib], sampled) {
     const lane = this.lane(rank);
     lane.showState(kind, words);
-    if (!sampled) lane.curve.add(this.at, rss, deviceMib);
+    if (!sampled) lane.sample(this.at, rss, deviceMib);
     lane.showMemory(rss, device, deviceMib);
     if (kind === "failed") this.firstFailed ??= lane;
     if (kind === "failed" || kind === "consequence") this.jump.hidden = false;
@@ -190,9 +194,17 @@ class View {
     // A lane that is open stays open unless a weightier one needs its place: nothing jumps about under the reader.
     const weight = (lane) => lane.weight + (lane === spokeLast ? 3 : 0) + (lane.isOpen ? 0.5 : 0);
     const byWeight = [...lanes].sort((a, b) => weight(b) - weight(a) || a.rank - b.rank);
-    const room = Math.max(MOST_OPEN_LANES, lanes.filter((lane) => lane.chosen).length);
+    const room = Math.max(this.places(lanes), lanes.filter((lane) => lane.chosen).length);
     byWeight.forEach((lane, i) => lane.open(lanes.length <= MOST_OPEN_LANES || (i < room && lane.chosen !== false)));
+    if (this.isOver && lanes.length > MOST_OPEN_LANES)
+      this.grid.prepend(...lanes.filter((lane) => lane.role === "culprit").map((lane) => lane.root));
     this.grid.dataset.lanes = lanes.filter((lane) => lane.isOpen).length;
+  }
+
+  // While it runs, as many lanes as fit. Once it is known who failed: those, and one that suffered from it.
+  places(lanes) {
+    const failed = this.isOver ? lanes.filter((lane) => lane.kind === "failed").length : 0;
+    return failed ? Math.min(MOST_OPEN_LANES, failed + 1) : MOST_OPEN_LANES;
   }
 
   // The end.
@@ -269,7 +281,7 @@ class Lane {
     this.kind = "starting";
     this.spokeAt = -1;
     this.isOpen = false;
-    this.curve = new Curve();
+    this.samples = [];
     this.build();
     this.clear();
   }
@@ -277,9 +289,11 @@ class Lane {
   build() {
     this.words = make("span", "ddp-words", "starting");
     this.fault = make("strong", "ddp-fault");
-    this.memory = make("span", "ddp-memory");
+    this.host = new Gauge(1);
+    this.device = new Gauge(2);
+    this.memory = make("span", "ddp-memory", this.host.root, this.device.root);
     const said = make("span", "ddp-said", this.words, this.fault);
-    const head = make("div", "ddp-lane-head", make("span", "ddp-rank", `rank ${this.rank}`), said, this.curve.svg, this.memory);
+    const head = make("div", "ddp-lane-head", make("span", "ddp-rank", `rank ${this.rank}`), said, this.memory);
     this.log = make("div", "ddp-log");
     for (const [name, value] of [["role", "log"], ["aria-live", "off"], ["tabindex", "0"], ["aria-label", `output of rank ${this.rank}`]])
       this.log.setAttribute(name, value);
@@ -325,10 +339,15 @@ class Lane {
   }
 
   showMemory(rss, device, deviceMib) {
-    const host = rss == null ? "" : `${count(rss)} MiB`;
-    const onDevice = deviceMib == null ? device ?? "" : `${device} · ${count(deviceMib)} MiB`;
-    this.memory.replaceChildren(...[host, onDevice].filter(Boolean).map((text) => make("span", "", text)));
-    this.curve.draw();
+    if (rss != null) this.host.say(`${device ? "host " : ""}${count(rss)} MiB`);
+    if (device) this.device.say(deviceMib == null ? device : `${device} ${count(deviceMib)} MiB`);
+    this.host.draw(this.samples);
+    this.device.draw(this.samples);
+  }
+
+  sample(...values) {
+    this.samples.push(values);
+    if (this.samples.length > MOST_SAMPLES) this.samples = this.samples.filter((_, i) => i % 2 === 0);
   }
 
   // How much this lane matters when there is not room for all.
@@ -468,7 +487,7 @@ class Lane {
   }
 
   showFollow() {
-    this.follow.hidden = this.following;
+    this.follow.hidden = this.following || this.view.isOver;
     this.follow.textContent = this.unseen ? `${count(this.unseen)} new line${this.unseen === 1 ? "" : "s"} ↓` : "Follow ↓";
   }
 
@@ -497,12 +516,15 @@ class Lane {
   finish([, role, words, type, message, line, peak], { alike }) {
     this.role = role;
     this.root.dataset.role = role;
-    const kind = { culprit: "failed", own: "failed", failed: "failed", consequence: "consequence", passed: "passed" }[role];
-    this.showState(role === "culprit" && /exit code 0/.test(words) ? "failed" : kind ?? "ended", words.replace(/: a consequence$/, ""));
-    this.fault.textContent = role === "culprit" ? (alike ? "every rank alike" : "at fault") : role === "consequence" ? "a consequence" : "";
-    if (peak != null) this.memory.title = `peak ${count(peak)} MiB`;
+    // Ranks that were only told to end have suffered nothing that could be folded.
+    const suffered = role === "consequence" && (type || words.endsWith(CONSEQUENCE));
+    const kinds = { culprit: "failed", own: "failed", failed: "failed", passed: "passed" };
+    this.showState(suffered ? "consequence" : kinds[role] ?? "ended", words.replace(CONSEQUENCE, ""));
+    const fault = alike ? "every rank alike" : "at fault";
+    this.fault.textContent = suffered ? "a consequence" : role === "culprit" ? fault : "";
+    if (peak != null) this.host.say(`peak ${count(peak)} MiB`);
     if (role === "culprit") this.mark(type, message, line);
-    if (role === "consequence") this.fold(type, message, words);
+    if (suffered) this.fold(type, message, words);
   }
 
   // Draw a rule beside the error's own lines, and quote the source line that raised it.
@@ -514,6 +536,7 @@ class Lane {
     const block = rows.slice(start, start + lines.length);
     for (const row of block) row.classList.add("ddp-mark");
     this.marked = block[0];
+    this.marked.classList.add("ddp-marked");
     if (!line) return;
     const quoted = make("div", "ddp-line ddp-mark ddp-quoted", line);
     quoted.lines = 0;
@@ -542,35 +565,38 @@ class Lane {
 
   // After the last line: the error in sight, unless the reader is elsewhere.
   settle() {
+    this.showFollow();
     if (!this.following || !this.isOpen) return;
     this.toBottom();
     if (this.marked && this.marked.offsetTop < this.log.scrollTop) this.log.scrollTop = this.marked.offsetTop - 24;
   }
 }
 
-// Memory over time, of the host and, where there is one, of the rank's device.
-class Curve {
-  constructor() {
-    this.points = [];
-    this.svg = svg("svg", { class: "ddp-curve", viewBox: "0 0 88 18", "aria-hidden": "true" });
-    this.lines = [1, 2].map((column) => svg("polyline", { class: `ddp-curve-${column}` }));
-    this.svg.append(...this.lines);
+// One figure of a rank's memory with its curve. `column`: where in a sample it stands. A rank that has ended keeps its last.
+class Gauge {
+  constructor(column) {
+    this.column = column;
+    this.line = svg("polyline", {});
+    const curve = svg("svg", { class: "ddp-curve", viewBox: "0 0 88 18", "aria-hidden": "true" });
+    curve.append(this.line);
+    this.text = make("span");
+    this.root = make("span", "ddp-gauge", curve, this.text);
+    this.root.hidden = true;
   }
 
-  add(at, rss, deviceMib) {
-    this.points.push([at, rss, deviceMib]);
-    if (this.points.length > 240) this.points = this.points.filter((_, i) => i % 2 === 0);
+  say(text) {
+    this.text.textContent = text;
+    this.root.hidden = false;
   }
 
-  draw() {
-    const from = this.points[0]?.[0] ?? 0;
-    const span = Math.max(1, (this.points[this.points.length - 1]?.[0] ?? 0) - from);
-    this.lines.forEach((line, i) => {
-      const known = this.points.filter((point) => point[i + 1] != null);
-      const most = Math.max(1, ...known.map((point) => point[i + 1]));
-      const place = ([at, ...mib]) => `${(2 + (84 * (at - from)) / span).toFixed(1)},${(16 - (13 * mib[i]) / most).toFixed(1)}`;
-      line.setAttribute("points", known.length > 1 ? known.map(place).join(" ") : "");
-    });
+  draw(samples) {
+    const known = samples.filter((sample) => sample[this.column] != null);
+    if (known.length < 2) return this.line.setAttribute("points", "");
+    const from = samples[0][0];
+    const span = Math.max(1, samples[samples.length - 1][0] - from);
+    const most = Math.max(1, ...known.map((sample) => sample[this.column]));
+    const place = (sample) => `${(2 + (84 * (sample[0] - from)) / span).toFixed(1)},${(16 - (13 * sample[this.column]) / most).toFixed(1)}`;
+    this.line.setAttribute("points", known.map(place).join(" "));
   }
 }
 
@@ -629,6 +655,17 @@ async function copyText(text, near) {
     field.remove();
     return copied;
   }
+}
+
+// Scrolling does nothing in a page part that is not laid out, and is forgotten there: call `then` whenever it comes in sight.
+function onceShown(element, then) {
+  let width = 0;
+  const observer = new ResizeObserver(([entry]) => {
+    if (!width && entry.contentRect.width) then();
+    width = entry.contentRect.width;
+  });
+  observer.observe(element);
+  return () => observer.disconnect();
 }
 
 // Light or dark, as the front end says: JupyterLab, VS Code, Colab, else the browser.

@@ -308,7 +308,8 @@ def _ending(run: Run) -> dict[str, Any]:
     """What is known once the job is over. Without the verdict nothing in it tells one failed rank from another."""
     ranks = [_ended_rank(rank, run.revealed) for rank in run.ranks]
     sentence, alike = (run.verdict.sentence, run.culprit == "every rank") if run.revealed else ("", False)
-    return {"over": True, "sentence": sentence, "alike": alike, "endings": ranks}
+    note = " ".join(getattr(run, "notes", ()))
+    return {"over": True, "sentence": sentence, "alike": alike, "note": note, "endings": ranks}
 
 
 def _ended_rank(rank: Any, revealed: bool) -> list[Any]:

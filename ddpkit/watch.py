@@ -29,7 +29,7 @@ FULL_DISK_BYTES = 512 * 1024
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: `timeout` ends the job; `stall` without a line or report asks for stacks, and ends it if `stop_on_stall`."""
+    """Seconds. `timeout` ends the job; `stall` without a line or report asks for stacks, or with `stop_on_stall` ends it."""
 
     timeout_s: float | None
     stall_s: float | None

@@ -1,4 +1,4 @@
-"""The names both wings share: environment variables, run-folder paths and the records in them. Standard library only."""
+"""The names both wings share: environment variables, run-folder paths and records. Standard library only."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ CALL_CONTEXT = "call.json"
 # Files of one rank's own folder, ranks/attempt_<n>/rank_<r>/.
 STARTED = "started.json"
 FAILURE = "failure.json"
+FINISHED = "finished.json"
 EXIT = "exit.json"
 REPORTS = "reports.jsonl"
 RETURNED = "returned.pkl"

@@ -41,11 +41,13 @@ def test_missing_module(home: Path) -> None:
 @pytest.mark.parametrize("nproc", [0, -1, "two", 10_000, True, 1.5, None])
 def test_nproc(script: Callable[..., str], nproc: Any) -> None:
     pattern = {10_000: "10000 ranks asked for on", 0: "at least one rank", -1: "at least one rank"}
-    refused(pattern.get(nproc, "is not a number of ranks") if nproc is not True else "not a number", script(""), nproc=nproc)
+    refused(
+        pattern.get(nproc, "is not a number of ranks") if nproc is not True else "not a number", script(""), nproc=nproc
+    )
 
 
 def test_nproc_gpu_without_gpus(script: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "all_gpus", lambda: [])
+    monkeypatch.setattr(machine, "all_gpus", list)
     refused("no GPU is visible", script(""), nproc="gpu")
 
 
@@ -73,7 +75,9 @@ def test_visible_gpus_follow_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_near_miss_options(script: Callable[..., str]) -> None:
     refused(r"there is no option nprocs=; did you mean nproc=\?", script(""), nprocs=2)
-    refused(r"no option learning_rate=; a function's own arguments go in args= and kwargs=", script(""), learning_rate=1)
+    refused(
+        r"no option learning_rate=; a function's own arguments go in args= and kwargs=", script(""), learning_rate=1
+    )
     refused(r"kwargs= goes to a function", script(""), kwargs={"lr": 1})
     refused(r"timeout=-1 is not a time", script(""), timeout=-1)
     refused(r"stall='soon' is not a time", script(""), stall="soon")
@@ -105,9 +109,7 @@ def test_unwritable_run_folder(script: Callable[..., str], home: Path, monkeypat
 
 
 def test_launch_inside_a_rank_is_refused(script: Callable[..., str]) -> None:
-    run = ddpkit.launch(
-        script("import ddpkit\nddpkit.launch('train.py')\n"), show=False, timeout=60
-    )
+    run = ddpkit.launch(script("import ddpkit\nddpkit.launch('train.py')\n"), show=False, timeout=60)
     assert run.culprit == "every rank"
     assert "called inside rank 0 of a running job" in run.ranks[0].failure.message
 

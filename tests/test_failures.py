@@ -147,7 +147,9 @@ def test_every_rank_failing_alike_is_no_race(script: Callable[..., str]) -> None
 
 
 def test_an_early_leaver_is_told_when_its_peer_loses_it(script: Callable[..., str]) -> None:
-    run = launch(script(PREAMBLE + "if rank == 1: sys.exit(0)\ndist.all_reduce(torch.ones(3))\n"))
+    run = launch(
+        script(PREAMBLE + "if rank == 1: dist.destroy_process_group(); sys.exit(0)\ndist.all_reduce(torch.ones(3))\n")
+    )
     assert (run.state, run.culprit) == ("failed", 1)
     assert run.ranks[1].exitcode == 0
     assert "left early" in run.verdict.sentence
@@ -317,7 +319,7 @@ def test_a_stall_gathers_stacks_and_may_end_the_job(script: Callable[..., str]) 
 def test_a_stopped_job_launched_from_a_thread_that_ends_lives_on(script: Callable[..., str]) -> None:
     import threading
 
-    path = script(PREAMBLE + "time.sleep(1)\ndist.barrier()\nprint('done')\n")
+    path = script(PREAMBLE + "time.sleep(1)\ndist.barrier()\nprint('done')\ndist.destroy_process_group()\n")
     runs: list[ddpkit.Run] = []
     button = threading.Thread(target=lambda: runs.append(launch(path, wait=False)))
     button.start()

@@ -40,7 +40,7 @@ def store(path: Path) -> bool:
     if problem is None:
         clean(notebook)
         problem = workplace_in(notebook)
-    print(f"{shown(path)}: {problem or 'stored'}, {time.monotonic() - began_s:.0f} s", flush=True)
+    print(f"{shown(path)}: {time.monotonic() - began_s:.0f} s, {problem or 'stored'}", flush=True)
     if problem is None:
         nbformat.write(notebook, path)
     return problem is None
@@ -56,6 +56,7 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> str | None:
         record_timing=False,
         store_widget_state=False,
         coalesce_streams=True,
+        extra_arguments=["--IPKernelApp.log_level=40"],  # or every kernel warns of its loopback ports
     )
     try:
         client.execute()

@@ -40,6 +40,7 @@ def main() -> None:
         if package_parent not in sys.path:
             sys.path.append(package_parent)
         run_module(target) if as_module else run_script(target)
+        say_finished()
     except BaseException as error:
         failure.note(error)
         raise
@@ -74,6 +75,14 @@ def started() -> dict[str, object]:
         "world_size": int(env.get("WORLD_SIZE", "1")),
         "stack_signal": int(STACK_SIGNAL),
     }
+
+
+def say_finished() -> None:
+    """Record that the script came to its end; what happens to this process from here on is torch's and Python's doing."""
+    folder = wire.own_rank_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            wire.write_record(folder / wire.FINISHED, {"at_ns": time.time_ns()})
 
 
 def _kept_open(path: Path) -> int:

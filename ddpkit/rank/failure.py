@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -118,5 +117,7 @@ def no_keyboard(*_: object, **__: object) -> Any:
 
 
 def print_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """The excepthook of a rank: Python's own, with ddpkit's frames left out."""
-    sys.__excepthook__(kind, error.with_traceback(trimmed(traceback)), trimmed(traceback))
+    """The excepthook of a rank: as Python prints it, without ddpkit's frames and with the source lines of cells."""
+    import traceback as tb
+
+    tb.print_exception(kind, error, trimmed(traceback))

@@ -31,7 +31,7 @@ class Here:
     device: torch.device
 
 
-class setup:  # noqa: N801  (used as `with setup() as here:`, like open())
+class setup:
     """Context manager over the process group: `with setup() as here:`.
 
     The backend is `backend`, else $DDP_BACKEND (which `launch(backend=...)` sets), else NCCL where every rank of the
@@ -84,19 +84,19 @@ class setup:  # noqa: N801  (used as `with setup() as here:`, like open())
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _store(self, dist: dist) -> dist.Store:  # type: ignore[valid-type]
+    def _store(self, dist: dist) -> dist.Store:
         if "RANK" not in os.environ:
             return dist.HashStore()
         return next(dist.rendezvous("env://", timeout=self._timeout or timedelta(minutes=30)))[0]
 
 
-def _has_own_gpu(dist: dist, local_world_size: int) -> bool:  # type: ignore[valid-type]
+def _has_own_gpu(dist: dist, local_world_size: int) -> bool:
     import torch
 
     return dist.is_nccl_available() and torch.cuda.device_count() >= local_world_size
 
 
-def _agreed_backend(dist: dist, store: dist.Store, rank: int, world_size: int, local_world_size: int) -> str:  # type: ignore[valid-type]
+def _agreed_backend(dist: dist, store: dist.Store, rank: int, world_size: int, local_world_size: int) -> str:
     """NCCL if every rank can; a rank that chose alone would leave the others waiting."""
     able = _has_own_gpu(dist, local_world_size)
     if world_size > local_world_size:

@@ -1,0 +1,121 @@
+"""The walls of the house: which room may import which, what `import ddpkit` costs, and that no name shadows a function."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "ddpkit"
+
+# Arrows go only downward: a room may import those named here, at its top or inside its functions.
+ALLOWED: dict[str, set[str]] = {
+    "__init__": {"launcher", "run", "errors", "magic"},
+    "cli": {"launcher", "errors"},
+    "magic": {"launcher", "target", "errors"},
+    "launcher": {"notebook", "target", "watch", "process", "run", "machine", "errors", "wire", "sink", "__init__"},
+    "notebook": {"view", "terminal", "run", "sink", "errors"},
+    "view": {"sink", "run"},
+    "terminal": {"sink", "run"},
+    "watch": {"cap", "tail", "process", "run", "culprit", "records", "machine", "sink", "wire"},
+    "cap": {"tail", "process", "wire"},
+    "tail": {"sink", "wire"},
+    "process": {"errors", "wire"},
+    "target": {"errors", "wire"},
+    "run": {"notebook", "process", "culprit", "records", "stable", "errors", "wire"},
+    "culprit": {"records", "stable"},
+    "records": {"stable", "wire"},
+    "sink": {"run"},
+    "errors": {"run"},
+    "machine": set(),
+    "stable": set(),
+    "wire": set(),
+    "keeper": {"wire"},
+    "rank": {"process_group", "reports"},
+    "rank.bootstrap": {"wire", "rank.failure", "rank.observe"},
+    "rank.failure": {"wire"},
+    "rank.observe": {"rank.failure"},
+    "rank.function": {"wire"},
+    "rank.process_group": {"wire", "rank.failure"},
+    "rank.reports": {"wire"},
+}
+
+
+def rooms() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        if "catalog" not in path.parts:
+            name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+            found[name.removesuffix(".__init__") if name != "__init__" else name] = path
+    return found
+
+
+def imports(path: Path, room: str) -> set[str]:
+    """The rooms that `path` imports, lazily or not, by their names in `ALLOWED`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            inside = node.level > 0 or (node.module or "").split(".")[0] == "ddpkit"
+            if not inside:
+                continue
+            base = (node.module or "").removeprefix("ddpkit").strip(".")
+            if node.level and room.startswith("rank.") and base:
+                base = f"rank.{base}"
+            for alias in node.names:
+                full = f"{base}.{alias.name}" if base else alias.name
+                if node.level and room.startswith("rank.") and not base:
+                    full = f"rank.{alias.name}"
+                found.add(full if full in rooms() else base or "__init__")
+    return found
+
+
+def test_every_room_imports_only_what_the_plan_allows() -> None:
+    for room, path in rooms().items():
+        assert room in ALLOWED, f"{room} is a new room: say in docs/architecture.md and here what it may import"
+        extra = imports(path, room) - ALLOWED[room]
+        assert not extra, f"{room} imports {sorted(extra)}"
+
+
+def test_the_two_wings_never_meet() -> None:
+    for room, allowed in ALLOWED.items():
+        if room.startswith("rank."):
+            assert all(a == "wire" or a.startswith("rank.") for a in allowed)
+        elif room != "rank":
+            assert not any(a.startswith("rank") for a in allowed)
+
+
+def test_the_notebook_wing_never_imports_torch() -> None:
+    for room, path in rooms().items():
+        if not room.startswith("rank"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not any(n.split(".")[0] == "torch" for n in names), f"{room} imports torch"
+
+
+def test_no_module_shadows_a_public_name() -> None:
+    import ddpkit
+
+    assert not {n for n in ddpkit.__all__ if (PACKAGE / f"{n}.py").exists()}
+
+
+def test_every_file_opens_with_a_sentence_and_no_function_outgrows_a_screen() -> None:
+    for room, path in rooms().items():
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), f"{room} opens without a sentence on its role"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name != "launch":
+                body = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno
+                assert (node.end_lineno or 0) - (body or 0) < 40, f"{room}.{node.name} is long"
+
+
+def test_import_ddpkit_brings_neither_torch_nor_widgets() -> None:
+    code = "import sys, ddpkit; print(sorted({'torch', 'anywidget', 'ipywidgets', 'IPython', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_an_unknown_name_is_told_what_there_is() -> None:
+    done = subprocess.run([sys.executable, "-c", "import ddpkit; ddpkit.lunch"], capture_output=True, text=True)
+    assert "module 'ddpkit' has no attribute 'lunch'; it offers JobFailed, LaunchError, Run, launch" in done.stderr
