@@ -252,18 +252,13 @@ class Run:
         return rows
 
     def _repr_html_(self) -> str:
-        if self.state in ("running", "passed") and not self.notes:
-            return f'<div class="ddpkit-run">{_headline_html(self.headline, self.state)}</div>'
-        rows = "".join(
-            f"<tr><td>rank {rank}</td><td>{escape(words)}</td><td><code>{escape(said)}</code></td></tr>"
-            for rank, words, said in (self._table() if self.state not in ("running", "passed") else ())
-        )
-        sentence = escape(self.verdict.sentence) if self.revealed else ""
+        """The same words as the text form; the live view above it carries the sentence already."""
+        told = self.state not in ("running", "passed")
+        sentence = self.verdict.sentence if told and self.revealed and self.culprit is None else ""
+        rows = "".join(_row_html(*row) for row in self._table()) if told else ""
         notes = "".join(f"<div>note: {escape(note)}</div>" for note in self.notes)
-        return (
-            f'<div class="ddpkit-run">{_headline_html(self.headline.split(" · rank ")[0].split(" · every rank")[0], self.state)}'
-            f"<div><b>{sentence}</b></div><table>{rows}</table>{notes}</div>"
-        )
+        parts = [_headline_html(self.headline, self.state), f"<div>{escape(sentence)}</div>" if sentence else ""]
+        return f'<div class="ddpkit-run">{"".join(parts)}{f"<table>{rows}</table>" if rows else ""}{notes}</div>'
 
     def _ipython_display_(self) -> None:
         """Shown as HTML and text, unless `launch` has just shown it in this very cell."""
@@ -362,9 +357,13 @@ _COLOURS = {"passed": "#1a7f37", "running": "#0969da", "stopped": "#6e7781"}
 
 def _headline_html(headline: str, state: str) -> str:
     name, _, rest = headline.partition(" → ")
-    return (
-        f'<div><b>{escape(name)}</b> → <span style="color:{_COLOURS.get(state, "#cf222e")}">{escape(rest)}</span></div>'
-    )
+    colour = _COLOURS.get(state, "#cf222e")
+    return f'<div><b>{escape(name)}</b> → <b style="color:{colour}">{escape(rest)}</b></div>'
+
+
+def _row_html(rank: int, words: str, said: str) -> str:
+    cells = (f"rank {rank}", escape(words), f"<code>{escape(said)}</code>" if said else "")
+    return "<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + "</tr>"
 
 
 def save_spec(folder: Path, spec: Mapping[str, Any]) -> None:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from .run import Run
 
 TICK_S = 0.04
-# One batch holds at most this much text, so that a flood cannot outrun the browser.
+# The most text in one batch. In a flood nobody reads along, and a browser lays out about 100 lines in 10 ms: then less.
 BATCH_CHARS = 48_000
+FLOOD_CHARS = 12_000
 MOST_PENDING = 2_000
 MOST_REMEMBERED = 500
 PICTURE_CHARS = 240_000
@@ -203,7 +204,8 @@ class RunView(anywidget.AnyWidget):
         while not self._over.is_set() and not self._gone:
             self._wake.wait()
             self._wake.clear()
-            self._send_batch(BATCH_CHARS)
+            flooded = any(lane.dropped or len(lane.pending) > MOST_PENDING // 2 for lane in list(self._lanes.values()))
+            self._send_batch(FLOOD_CHARS if flooded else BATCH_CHARS)
             self._send_pictures()
             self._over.wait(TICK_S)
             if any(lane.pending for lane in list(self._lanes.values())):
@@ -294,7 +296,7 @@ def hear_clicks_while_busy(widget: Any) -> bool:
     JupyterLab sends a widget's messages to a subshell, a thread beside the one that runs cells. ipykernel 7 puts them
     back on the thread that last sent something, which is the busy one. Here they stay where the front end sends them.
     """
-    comm = getattr(widget, "comm", None)
+    comm: Any = getattr(widget, "comm", None)
     if not hasattr(comm, "_reply_subshell_for"):
         return False
     try:

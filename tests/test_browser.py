@@ -1,0 +1,215 @@
+"""A real JupyterLab in a real browser: lanes fill while a job runs, Stop works in a running cell, notebook 00 runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import living
+
+from ddpkit import wire
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[1]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = "--no-sandbox --disable-gpu --disable-quic --disable-background-networking --disable-component-update --disable-sync"
+PATIENCE_MS = 120_000
+LONG = """
+import ddpkit
+def talk():
+    import time, torch, torch.distributed as dist
+    from ddpkit.rank import setup
+    with setup() as here:
+        for step in range(10_000):
+            print(f"rank {here.rank} at step {step}", flush=True)
+            dist.barrier()
+            time.sleep(0.1)
+run = ddpkit.launch(talk)
+print("state:", run.state)
+"""
+FAILS = """
+%load_ext ddpkit
+"""
+FAILS_CELL = """%%torchrun --nproc-per-node 2 --as broken --timeout 100
+import sys, torch, torch.distributed as dist
+from ddpkit.rank import setup
+with setup() as here:
+    for step in range(3):
+        print(f"step {step} loss {1 / (step + 1):.3f}")
+        print("<script>document.title = 'stolen'</script>")
+        print("a warning of no weight", file=sys.stderr)
+        dist.barrier()
+    if here.rank == 1:
+        raise ValueError("boom at step 3")
+    dist.all_reduce(torch.ones(3))
+"""
+
+
+class Lab:
+    """A JupyterLab server of this environment and a browser page at one of its notebooks."""
+
+    def __init__(self, folder: Path, shots: Path) -> None:
+        self.folder, self.shots = folder, shots
+        self.token = uuid.uuid4().hex
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        settings = [f"--port={self.port}", f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={folder}"]
+        quiet = ["--no-browser", "--LabApp.news_url=None", "--ServerApp.port_retries=0"]
+        root = ["--allow-root"] if os.geteuid() == 0 else []
+        notices = folder / ".jupyter/JUPYTER_CONFIG_DIR/lab/user-settings/@jupyterlab/apputils-extension"
+        notices.mkdir(parents=True)
+        (notices / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
+        own = {name: str(folder / ".jupyter" / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
+        with open(shots / "jupyterlab.log", "ab") as log:
+            self.server = subprocess.Popen(
+                [sys.executable, "-m", "jupyterlab", *settings, *quiet, *root],
+                env={**os.environ, **own},
+                stdout=log,
+                stderr=log,
+            )
+        self.wait_until_up()
+
+    def wait_until_up(self) -> None:
+        until = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api", timeout=2)
+                return
+            except OSError:
+                assert time.monotonic() < until and self.server.poll() is None, "JupyterLab does not start"
+                time.sleep(0.2)
+
+    def write(self, name: str, cells: list[str]) -> None:
+        """A notebook of these code cells."""
+        blank: dict[str, Any] = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+        spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        found = [{**blank, "id": f"cell-{i}", "source": c.strip()} for i, c in enumerate(cells)]
+        text = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": spec}, "cells": found}
+        (self.folder / name).write_text(json.dumps(text))
+
+    def open(self, page: Any, name: str) -> None:
+        """Open the notebook in a workspace of its own and wait until its kernel is idle."""
+        page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{uuid.uuid4().hex[:8]}/tree/{name}?token={self.token}")
+        page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=PATIENCE_MS)
+        page.wait_for_selector(".jp-NotebookPanel .jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=PATIENCE_MS)
+
+    def close(self) -> None:
+        """Shut the kernels down over the server's own interface, then end it."""
+        self.server.terminate()
+        self.server.wait(60)
+
+
+@pytest.fixture(scope="module")
+def shots() -> Path:
+    """Where screenshots go, for somebody to look at."""
+    folder = ROOT / "build" / "screenshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def lab(tmp_path: Path, shots: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    monkeypatch.delenv(wire.ENV_HOME, raising=False)
+    started = Lab(tmp_path, shots)
+    yield started
+    started.close()
+    until = time.monotonic() + 20
+    while (left := living(tmp_path)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine: install Debian's package chromium to run the browser tests")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        opened = browser.new_page(viewport={"width": 1280, "height": 1000})
+        opened.set_default_timeout(PATIENCE_MS)
+        yield opened
+        browser.close()
+
+
+def run_cell(page: Any, index: int) -> None:
+    page.locator(".jp-CodeCell .cm-content").nth(index).click()
+    page.keyboard.press("Shift+Enter")
+
+
+def lane(page: Any, rank: int) -> Any:
+    return page.get_by_role("log", name=re.compile(f"output of rank {rank}"))
+
+
+def wait_for_text(page: Any, locator: Any, text: str) -> None:
+    """Return when `locator` holds `text`; fails after the page's patience."""
+    locator.filter(has_text=text).first.wait_for(timeout=PATIENCE_MS)
+
+
+def test_stop_works_while_the_launching_cell_runs(lab: Lab, page: Any, shots: Path) -> None:
+    lab.write("long.ipynb", [LONG])
+    lab.open(page, "long.ipynb")
+    run_cell(page, 0)
+    for rank in (0, 1):
+        wait_for_text(page, lane(page, rank), f"rank {rank} at step 20")
+    assert page.locator(".jp-InputPrompt", has_text="[*]").count() == 1, "the cell had ended before Stop was pressed"
+    assert "MiB" in page.locator(".ddpkit").inner_text()
+    page.screenshot(path=shots / "live-mid-run.png")
+    before = time.monotonic()
+    page.get_by_role("button", name="Stop").click()
+    wait_for_text(page, page.locator(".jp-OutputArea-output"), "state: stopped")
+    assert time.monotonic() - before < 10
+    wait_for_text(page, page.locator(".ddpkit"), "stopped")
+    page.screenshot(path=shots / "live-stopped.png")
+
+
+def test_a_failed_job_shows_who_is_at_fault_and_runs_no_markup(lab: Lab, page: Any, shots: Path) -> None:
+    lab.write("fails.ipynb", [FAILS, FAILS_CELL])
+    lab.open(page, "fails.ipynb")
+    run_cell(page, 0)
+    run_cell(page, 1)
+    wait_for_text(page, page.locator(".ddpkit"), "Rank 1 raised ValueError: boom at step 3")
+    wait_for_text(page, page.locator(".ddpkit"), "at fault")
+    wait_for_text(page, lane(page, 0), "consequence")
+    assert "<script>document.title = 'stolen'</script>" in lane(page, 0).inner_text()
+    assert "stolen" not in page.title()
+    page.screenshot(path=shots / "live-failed.png")
+    page.set_viewport_size({"width": 800, "height": 1000})
+    page.screenshot(path=shots / "live-failed-800px.png")
+    lanes = [lane(page, r).bounding_box() for r in (0, 1)]
+    assert lanes[1]["y"] >= lanes[0]["y"] + lanes[0]["height"], "lanes do not stack at 800 px"
+
+
+def test_notebook_00_runs_and_its_lanes_fill_live(lab: Lab, page: Any, shots: Path) -> None:
+    shutil.copy(ROOT / "notebooks" / "00_start_here.ipynb", lab.folder / "00_start_here.ipynb")
+    lab.open(page, "00_start_here.ipynb")
+    page.screenshot(path=shots / "notebook-00-stored.png")
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    first = page.locator(".ddpkit").first
+    first.locator(".ddp-line").nth(1).wait_for()
+    assert page.locator(".jp-InputPrompt", has_text="[*]").count() > 1, "nothing was live: every cell had ended"
+    for rank in (0, 1):
+        wait_for_text(page, first.get_by_role("log", name=re.compile(f"output of rank {rank}")), f"{rank}")
+    first.scroll_into_view_if_needed()
+    page.screenshot(path=shots / "notebook-00-first-job.png")
+    page.wait_for_function(
+        "() => ![...document.querySelectorAll('.jp-InputPrompt')].some(p => p.textContent.includes('*'))"
+    )
+    assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    page.screenshot(path=shots / "notebook-00-after.png")
