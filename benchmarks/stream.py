@@ -129,7 +129,9 @@ def main() -> None:
 
 def report(latency: dict[str, list[float]], flood: dict[str, list[float]]) -> None:
     """The two tables, and the ratios that the README quotes."""
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
+    )
     print("\nprint to notebook, 2 ranks")
     for way, values in latency.items():
         print(f"  {way:<15}{spread(values, 'ms')}")
@@ -138,7 +140,9 @@ def report(latency: dict[str, list[float]], flood: dict[str, list[float]]) -> No
         print(f"  {way:<15}{spread(values, 's')}")
     ours, theirs = statistics.median(latency["ddpkit.launch"]), statistics.median(latency["!torchrun"])
     beside = [a / b for a, b in zip(flood["ddpkit.launch"], flood["subprocess.run"], strict=True)]
-    print(f"\nlatency beside !torchrun: {ours / theirs:.2f}; flood beside subprocess.run: {statistics.median(beside):.2f}")
+    print(
+        f"\nlatency beside !torchrun: {ours / theirs:.2f}; flood beside subprocess.run: {statistics.median(beside):.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -21,14 +21,15 @@ BALLAST_BYTES = 256 * 1024
 
 
 class Job:
-    """A running torchrun job. `over` is set by the watcher once every process is gone and every line has been shown.
+    """A running torchrun job. `ended` is set by the watcher once every process is gone and what is known is final,
+    `over` when whoever shows the job has been told as well.
 
     `end` is what ddpkit itself knows of the end: {"reason": "", "notes": [...], "keeper_exitcode": int}.
     """
 
     def __init__(self, folder: Path, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         self.folder = folder
-        self.over = threading.Event()
+        self.ended, self.over = threading.Event(), threading.Event()
         self.end: dict[str, Any] = {"reason": "", "notes": []}
         self.started = time.monotonic()
         self._lock = threading.Lock()
@@ -81,14 +82,14 @@ class Job:
             self.end["notes"].append(text)
 
     def finish(self) -> None:
-        """Called by the watcher when the keeper has gone: write down what ddpkit knows, and say that the job is over."""
+        """Called by the watcher when the keeper has gone: write down what ddpkit knows of the end."""
         self.end["keeper_exitcode"] = self._keeper.wait()
         (self.folder / wire.BALLAST).unlink(missing_ok=True)
         try:
             wire.write_record(self.folder / wire.END, self.end)
         except OSError as error:
             self.note(f"the run folder could not be written to the end: {error.strerror}; output may be cut.")
-        self.over.set()
+        self.ended.set()
 
 
 def signal_rank(pid: int, number: int) -> bool:

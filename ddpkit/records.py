@@ -65,8 +65,8 @@ class Rank:
     """One rank in one attempt, as recorded; a field is None where nothing was written down.
 
     `exitcode` is -9 for a death by SIGKILL, as with `subprocess`; `signal` then names it. `told` is the signal that
-    torchrun or ddpkit sent to end it, `finished_ns` when its script came to its end, `peak_rss_mib` the system's own figure for its process. `words` and `role`
-    (passed, culprit, own, consequence, unknown) come from the verdict over the whole job.
+    torchrun or ddpkit sent to end it, `finished_ns` when its script came to its end, `peak_rss_mib` the system's own
+    figure for its process. `words` and `role` (passed, culprit, own, consequence, unknown) come from the verdict.
     """
 
     rank: int

@@ -77,7 +77,7 @@ class Run:
     @property
     def state(self) -> str:
         """running, passed, failed, hung, timed_out or stopped."""
-        if self._job is not None and not self._job.over.is_set():
+        if self._job is not None and not self._job.ended.is_set():
             return "running"
         reason = self._ending.reason
         if reason:
@@ -277,7 +277,7 @@ class Run:
         return self._read()
 
     def _is_over(self) -> bool:
-        return self._job is None or self._job.over.is_set()
+        return self._job is None or self._job.ended.is_set()
 
     def _read(self) -> dict[str, Any]:
         records = read_attempts(self.folder)

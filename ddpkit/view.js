@@ -75,7 +75,7 @@ class View {
     this.showJob();
     if (this.isOver) return this.finish();
     this.ticker = setInterval(() => this.tick(), 100);
-    this.model.send({ kind: "hello", view: this.id });
+    this.say({ kind: "hello", view: this.id });
   }
 
   end() {
@@ -107,6 +107,14 @@ class View {
   }
 
   // Messages.
+
+  say(message) {
+    try {
+      this.model.send(message);
+    } catch {
+      this.note.textContent = "there is no kernel behind this view";
+    }
+  }
 
   receive(message) {
     this.heardAt = performance.now();
@@ -221,7 +229,11 @@ class View {
     for (const lane of this.lanes.values()) lane.draw();
     this.showState({ state: final.state, note: final.note });
     this.hideStop();
-    for (const ending of final.endings) this.lane(ending[0]).finish(ending, final);
+    const ended = new Map(final.endings.map((ending) => [ending[0], ending]));
+    for (const lane of this.lanes.values()) {
+      if (ended.has(lane.rank)) lane.finish(ended.get(lane.rank), final);
+      else lane.showState("ended", "did not start");
+    }
     this.arrange();
     for (const lane of this.lanes.values()) lane.settle();
     this.jump.hidden = !this.firstError();
@@ -251,7 +263,7 @@ class View {
   }
 
   askToStop() {
-    this.model.send({ kind: "stop" });
+    this.say({ kind: "stop" });
     this.showStopping();
     setTimeout(() => {
       if (this.heard || this.isOver) return;
@@ -531,7 +543,8 @@ class Lane {
   mark(type, message, line) {
     const lines = message.trim().split("\n");
     const rows = [...this.log.querySelectorAll(".ddp-err")];
-    const start = rows.findIndex((row) => type && row.lastChild.data.includes(type) && row.lastChild.data.includes(lines[0]));
+    const first = lines[0] ? `${type}: ${lines[0]}` : type;
+    const start = rows.findIndex((row) => type && row.lastChild.data.includes(first));
     if (start < 0) return;
     const block = rows.slice(start, start + lines.length);
     for (const row of block) row.classList.add("ddp-mark");
@@ -549,7 +562,8 @@ class Lane {
     const folded = rows.slice(Math.max(0, rows.indexOf(this.firstTraceback)));
     if (!folded.length) return;
     const inside = make("div", "ddp-folded");
-    const what = message.trim().split("\n")[0].replace(/^\[[^\]]*\]\s*/, "").replace(/\s*\[[^\]]*\](:\d+)?\.?$/, "");
+    // "[…/pair.cc:547] Connection closed by peer [127.0.0.1]:49566. This is typically …": its first sentence, without the places.
+    const what = message.trim().split("\n")[0].replace(/\s*\[[^\]]*\](:\d+)?/g, "").split(". ")[0].trim().slice(0, 100);
     const label = `consequence, folded: ${what || type || words} (${count(folded.length)} line${folded.length === 1 ? "" : "s"})`;
     const fold = button(label, () => inside.toggle());
     fold.className = "ddp-fold";

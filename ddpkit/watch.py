@@ -76,6 +76,7 @@ class Watcher:
             self.job.finish()
             with contextlib.suppress(Exception):
                 self.sink.end(self.run)
+            self.job.over.set()
 
     def _follow(self) -> None:
         next_state = 0.0

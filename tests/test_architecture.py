@@ -111,7 +111,9 @@ def test_every_file_opens_with_a_sentence_and_no_function_outgrows_a_screen() ->
 
 
 def test_import_ddpkit_brings_neither_torch_nor_widgets() -> None:
-    code = "import sys, ddpkit; print(sorted({'torch', 'anywidget', 'ipywidgets', 'IPython', 'numpy'} & set(sys.modules)))"
+    code = (
+        "import sys, ddpkit; print(sorted({'torch', 'anywidget', 'ipywidgets', 'IPython', 'numpy'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

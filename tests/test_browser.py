@@ -73,7 +73,10 @@ class Lab:
         notices = folder / ".jupyter/JUPYTER_CONFIG_DIR/lab/user-settings/@jupyterlab/apputils-extension"
         notices.mkdir(parents=True)
         (notices / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
-        own = {name: str(folder / ".jupyter" / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
+        own = {
+            name: str(folder / ".jupyter" / name)
+            for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+        }
         with open(shots / "jupyterlab.log", "ab") as log:
             self.server = subprocess.Popen(
                 [sys.executable, "-m", "jupyterlab", *settings, *quiet, *root],
@@ -105,7 +108,9 @@ class Lab:
         """Open the notebook in a workspace of its own and wait until its kernel is idle."""
         page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{uuid.uuid4().hex[:8]}/tree/{name}?token={self.token}")
         page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=PATIENCE_MS)
-        page.wait_for_selector(".jp-NotebookPanel .jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=PATIENCE_MS)
+        page.wait_for_selector(
+            ".jp-NotebookPanel .jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=PATIENCE_MS
+        )
 
     def close(self) -> None:
         """Shut the kernels down over the server's own interface, then end it."""
@@ -193,6 +198,19 @@ def test_a_failed_job_shows_who_is_at_fault_and_runs_no_markup(lab: Lab, page: A
     page.screenshot(path=shots / "live-failed-800px.png")
     lanes = [lane(page, r).bounding_box() for r in (0, 1)]
     assert lanes[1]["y"] >= lanes[0]["y"] + lanes[0]["height"], "lanes do not stack at 800 px"
+
+
+def test_a_flood_stays_live_and_says_what_it_skipped(lab: Lab, page: Any, shots: Path) -> None:
+    (lab.folder / "flood.py").write_text("for i in range(100_000): print(f'{i:06d} '.ljust(79, 'x'))\n")
+    lab.write("flood.ipynb", ["import ddpkit\nrun = ddpkit.launch('flood.py')\nprint('state:', run.state)"])
+    lab.open(page, "flood.ipynb")
+    run_cell(page, 0)
+    wait_for_text(page, page.locator(".jp-OutputArea-output"), "state: passed")
+    for rank in (0, 1):
+        wait_for_text(page, lane(page, rank), "099999 xxx")
+        wait_for_text(page, lane(page, rank), "not shown here")
+    assert page.locator(".ddp-line").count() < 5_000
+    page.screenshot(path=shots / "live-flood.png")
 
 
 def test_notebook_00_runs_and_its_lanes_fill_live(lab: Lab, page: Any, shots: Path) -> None:

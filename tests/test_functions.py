@@ -168,6 +168,36 @@ def test_a_script_runs_untouched(home: Path) -> None:
     assert run.ranks[0].stdout == f"beside the script __main__ None ['{path}', '{home}'] True True\n"
 
 
+def test_a_scripts_own_classes_reach_spawned_workers(home: Path) -> None:
+    (home / "load.py").write_text(
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "class Numbers(Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, i): return i\n"
+        "if __name__ == '__main__':\n"
+        "    print([b.tolist() for b in DataLoader(Numbers(), 2, num_workers=1, multiprocessing_context='spawn')])\n"
+    )
+    run = ddpkit.launch("load.py", show=False, timeout=240)
+    assert run.ranks[0].stdout == "[[0, 1], [2, 3]]\n", run.ranks[0].stderr
+
+
+def test_a_forked_childs_failure_is_not_the_ranks(home: Path) -> None:
+    (home / "forks.py").write_text(
+        "import os\nchild = os.fork()\nif child == 0: raise ValueError('in the child')\nos.waitpid(child, 0)\n"
+        "if os.environ['RANK'] == '1': os._exit(5)\n"
+    )
+    run = ddpkit.launch("forks.py", show=False, timeout=120)
+    assert (run.culprit, run.ranks[1].failure, run.ranks[1].exitcode) == (1, None, 5)
+
+
+def test_run_folders_are_ignored_by_git_and_pruned(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(wire.ENV_KEEP_RUNS, "2")
+    (home / "p.py").write_text("print('hello')\n")
+    runs = [ddpkit.launch("p.py", nproc=1, show=False, timeout=60) for _ in range(4)]
+    assert (home / ".ddpkit" / ".gitignore").read_text() == "*\n"
+    assert [r.folder.exists() for r in runs] == [False, False, True, True]
+
+
 def test_reports_are_merged_by_rank(home: Path) -> None:
     (home / "r.py").write_text(
         "import os, torch\nfrom ddpkit.rank import report\n"

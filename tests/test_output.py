@@ -38,6 +38,10 @@ class Recorder:
     def end(self, run: ddpkit.Run) -> None:
         self.ended = run
 
+    def rss(self) -> list[float]:
+        """Every memory figure that came for a running rank."""
+        return [r.rss_mib for state in self.states for r in state.ranks if r.rss_mib and r.kind == "running"]
+
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
@@ -83,7 +87,9 @@ def test_lines_arrive_while_the_job_runs_and_states_follow(script: Callable[...,
     )
     run = ddpkit.launch(path, timeout=120, wait=False)
     until = time.monotonic() + 60
-    while time.monotonic() < until and len([s for s in recorded.seen if s.text == "first"]) < 2:
+    while time.monotonic() < until and not (
+        len([s for s in recorded.seen if s.text == "first"]) == 2 and recorded.rss()
+    ):
         time.sleep(0.02)
     assert run.state == "running"
     assert {(s.rank, s.text) for s in recorded.seen if s.stream == "stdout"} == {(0, "first"), (1, "first")}
@@ -94,7 +100,7 @@ def test_lines_arrive_while_the_job_runs_and_states_follow(script: Callable[...,
         time.sleep(0.01)
     assert recorded.ended is run
     assert [s.text for s in recorded.seen if s.rank == 1 and s.stream == "stdout"] == ["first", "second"]
-    assert any(r.rss_mib and r.kind == "running" for state in recorded.states for r in state.ranks)
+    assert recorded.rss()
 
 
 @pytest.mark.job

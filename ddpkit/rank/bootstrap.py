@@ -79,7 +79,7 @@ def started() -> dict[str, object]:
 
 def say_finished() -> None:
     """Record that the script came to its end; what happens to this process from here on is torch's and Python's doing."""
-    folder = wire.own_rank_folder()
+    folder = failure.own_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
             wire.write_record(folder / wire.FINISHED, {"at_ns": time.time_ns()})

@@ -13,6 +13,7 @@ from typing import Any
 from ddpkit import wire
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_RANKS_OWN_PID = os.getpid()
 _first_seen: dict[int, int] = {}
 
 
@@ -22,12 +23,17 @@ def note(error: BaseException) -> None:
     A rank that raises closes its sockets on the way out, and its peers then fail at once. The stamp is therefore
     taken as early as it can be, and kept when the same exception is met again.
     """
-    folder = wire.own_rank_folder()
+    folder = own_folder()
     if folder is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return
     at_ns = _first_seen.setdefault(id(error), time.time_ns())
     with contextlib.suppress(OSError):
         wire.write_record(folder / wire.FAILURE, {"at_ns": at_ns, **described(error)})
+
+
+def own_folder() -> Path | None:
+    """The folder for this rank's records; None in a process that the rank forked, whose end is not the rank's."""
+    return wire.own_rank_folder() if os.getpid() == _RANKS_OWN_PID else None
 
 
 def described(error: BaseException) -> dict[str, Any]:

@@ -1,0 +1,52 @@
+"""What the driver says of GPUs, through a stand-in for NVIDIA's library: which GPU a rank uses, and how much of it."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from ddpkit import machine
+
+
+class Driver:
+    """Two GPUs; process 11 uses 512 MiB of the second."""
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> bytes:
+        return f"GPU-{'ab'[handle]}".encode()
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return "H200"
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=11, usedGpuMemory=512 * 2**20)] if handle == 1 else []
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_driver", Driver)
+
+
+def test_gpus_and_their_order(driver: None) -> None:
+    assert [g.uuid for g in machine.visible_gpus(None)] == ["GPU-a", "GPU-b"]
+    assert [g.index for g in machine.visible_gpus("GPU-b,0")] == [1, 0]
+
+
+def test_a_ranks_device_and_its_memory(driver: None) -> None:
+    used = machine.device_mib([10, 11])
+    assert list(used) == [11]
+    gpu, mib = used[11]
+    assert (gpu.index, mib) == (1, 512.0)
+
+
+def test_memory_of_a_process_that_is_gone() -> None:
+    here, gone, never = machine.rss_mib([os.getpid(), 2**22 + 1, None])
+    assert here and here > 1
+    assert gone is None and never is None
