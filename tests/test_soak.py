@@ -160,8 +160,9 @@ def write_report(tallies: dict[str, Tally], seed: str, seconds: float) -> None:
         "# Soak: every fault at random moments",
         "",
         f"Written by `make soak` on {time.strftime('%Y-%m-%d')}: {launches} launches of 2 ranks in "
-        f"{seconds / 60:.0f} minutes, seed {seed}, {versions}. A run is wrong when its state or its culprit is not what was done to it, or when any process "
-        "of it lives 10 s later. Seconds are the whole job, median and most, on a shared machine.",
+        f"{seconds / 60:.0f} minutes, seed {seed}, {versions}. A run is wrong when its state or its culprit is not "
+        "what was done to it, or when any process of it lives 10 s later. Seconds are the whole job, median and most, "
+        "on a shared machine.",
         "",
         "| what was done | launches | wrong | seconds |",
         "|---|---|---|---|",
