@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .records import Failure, Rank, stack_frames
+from .records import Failure, Rank
 from .stable import stable
 
 Class = Literal["passed", "own", "peer_lost", "gave_up", "told", "unknown"]
@@ -64,7 +64,6 @@ class Ending:
     agent_error: str = ""
     timeout_s: float | None = None
     stall_s: float | None = None
-    cells: Mapping[str, str] = field(default_factory=dict)
 
 
 def classify(rank: Rank) -> Class:
@@ -173,7 +172,7 @@ def _of_an_ended_job(ranks: Sequence[Rank], classes: Mapping[int, Class], ending
     """ddpkit ended the job. A rank that had left while the others waited for it is at fault; otherwise nobody is named."""
     left = tuple(r.rank for r in ranks if classes[r.rank] == "passed")
     rest = [r for r in ranks if r.rank not in left]
-    waiting = [(r, place) for r in rest if (place := _waiting_at(r, ending))]
+    waiting = [(r, place) for r in rest if (place := _waiting_at(r))]
     why = _why_ended(ending)
     if left and waiting and len(waiting) == len(rest):
         who: Culprit = left[0] if len(left) == 1 else left
@@ -190,12 +189,11 @@ def _why_ended(ending: Ending) -> str:
     return "The job was stopped."
 
 
-def _waiting_at(rank: Rank, ending: Ending) -> str:
+def _waiting_at(rank: Rank) -> str:
     """The user's line from which this rank waits inside torch.distributed, by its last stack; "" where it does not."""
-    frames = stack_frames(rank.stack, dict(ending.cells))
-    if not any(_WAITING.search(f.file) or _WAITING.search(f.function) for f in frames[:8]):
+    if not any(_WAITING.search(f.file) or _WAITING.search(f.function) for f in rank.stack_frames[:8]):
         return ""
-    return next((f.text for f in frames if f.own), "a collective")
+    return rank.at.text if rank.at else "a collective"
 
 
 def _failed_at(rank: Rank) -> int:
@@ -220,14 +218,14 @@ def _did(rank: Rank) -> str:
         return _killed(rank) + place
     if failure.type == "SystemExit":
         return f"left by sys.exit, {stable(failure.message).strip()}{place}"
-    return f"raised {failure.text}{place}"
+    return f"raised {failure.text.rstrip('.')}{place}"
 
 
 def _killed(rank: Rank) -> str:
     if rank.signal == "SIGKILL":
         return "was killed by SIGKILL, not sent by torchrun (by hand, or by the kernel for want of memory)"
     if rank.finished_ns:
-        return f"was killed by {rank.signal} after its script had ended, as happens without destroy_process_group()"
+        return f"was killed by {rank.signal} while Python shut down, after its script had come to its end"
     return f"was killed by {rank.signal}"
 
 

@@ -109,6 +109,16 @@ class Rank:
         return _text(self.folder / wire.STACK) or _text(self.folder / wire.CRASH)
 
     @cached_property
+    def stack_frames(self) -> list[Frame]:
+        """The frames of the rank's main thread in `stack`, innermost first, with source lines where they are known."""
+        return stack_frames(self.stack, sources(self.folder.parents[2]))
+
+    @property
+    def at(self) -> Frame | None:
+        """The innermost line of the user's own code when `stack` was taken; None without a stack."""
+        return next((f for f in self.stack_frames if f.own), None)
+
+    @cached_property
     def reports(self) -> tuple[dict[str, Any], ...]:
         """Every `ddpkit.rank.report(...)` of this rank, in order."""
         found = []

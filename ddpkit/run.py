@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import wire
 from .culprit import Culprit, Ending, Verdict, judge, plain_words
 from .errors import JobFailed
-from .records import Rank, read_attempts, sources
+from .records import Rank, read_attempts
 from .stable import shortened, stable
 
 if TYPE_CHECKING:
@@ -239,23 +239,24 @@ class Run:
 
     __repr__ = __str__
 
-    def _table(self) -> list[tuple[int, str, str]]:
-        """Rows of rank, words, and what it said at which line; without any judgement where the verdict is held back."""
+    def _table(self, messages: bool = False) -> list[tuple[int, str, str]]:
+        """Rows of rank, words, and at which line; without any judgement where the verdict is held back."""
         rows = []
         for rank in self.ranks:
             words = rank.words if self.revealed else plain_words(rank)
-            failure = rank.failure
-            said = [] if failure is None else [failure.line_text]
-            if failure is not None and rank.role != "consequence" and failure.type not in words:
-                said.insert(0, failure.text)
-            rows.append((rank.rank, words, shortened(stable(" · ".join(s for s in said if s)))))
+            said = [rank.failure.line_text] if rank.failure else []
+            if rank.failure and (messages or rank.failure.type not in words) and rank.role != "consequence":
+                said.insert(0, rank.failure.text)
+            if rank.failure is None and rank.exitcode != 0 and rank.at:
+                said.append(f"was at {rank.at.text}")
+            rows.append((rank.rank, words, stable(" · ".join(s for s in said if s))))
         return rows
 
     def _repr_html_(self) -> str:
         """The same words as the text form; the live view above it carries the sentence already."""
         told = self.state not in ("running", "passed")
         sentence = self.verdict.sentence if told and self.revealed and self.culprit is None else ""
-        rows = "".join(_row_html(*row) for row in self._table()) if told else ""
+        rows = "".join(_row_html(*row) for row in self._table(messages=True)) if told else ""
         notes = "".join(f"<div>note: {escape(note)}</div>" for note in self.notes)
         parts = [_headline_html(self.headline, self.state), f"<div>{escape(sentence)}</div>" if sentence else ""]
         return f'<div class="ddpkit-run">{"".join(parts)}{f"<table>{rows}</table>" if rows else ""}{notes}</div>'
@@ -306,7 +307,6 @@ class Run:
             agent_error=_last_words(self.torchrun_log),
             timeout_s=self._spec.get("timeout_s"),
             stall_s=self._spec.get("stall_s"),
-            cells=sources(self.folder),
         )
 
     def _read_notes(self, records: tuple[tuple[Rank, ...], ...]) -> tuple[str, ...]:

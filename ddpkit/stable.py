@@ -25,7 +25,10 @@ def stable(text: str) -> str:
 
 
 def shortened(text: str, length: int = 160) -> str:
-    """The first line of `text`, at most `length` characters."""
+    """The first line of `text`, at most `length` characters, cut between words."""
     lines = text.strip().splitlines()
     first = lines[0].strip() if lines else ""
-    return first if len(first) <= length else first[: length - 1].rstrip() + "…"
+    if len(first) <= length:
+        return first
+    cut = first[: length - 1]
+    return (cut.rpartition(" ")[0] or cut).rstrip(" .,:;") + " …"

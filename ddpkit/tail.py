@@ -42,15 +42,18 @@ class Tail:
         if not data:
             return self._open_line()
         *whole, rest = data.split(b"\n")
-        if whole:
-            whole[0] = self._rest + whole[0]
-            self._rest, self._cut = b"", 0
+        lines = self._whole_lines(whole) if whole else []
         self._keep(rest)
-        if len(whole) > MOST_LINES_A_READ and not self._every_line:
-            self.skipped += len(whole) - MOST_LINES_A_READ
-            self.seq += len(whole) - MOST_LINES_A_READ
-            whole = whole[-MOST_LINES_A_READ:]
-        return [self._line(text) for text in whole]
+        return lines
+
+    def _whole_lines(self, whole: list[bytes]) -> list[Line]:
+        """Lines for these texts, the first of which ends the one that was still open."""
+        whole[0], cut_of_first = self._rest + whole[0], self._cut
+        self._rest, self._cut = b"", 0
+        unshown = 0 if self._every_line else max(0, len(whole) - MOST_LINES_A_READ)
+        self.skipped += unshown
+        self.seq += unshown
+        return [self._line(text, 0 if i else cut_of_first) for i, text in enumerate(whole) if i >= unshown]
 
     @property
     def behind(self) -> bool:
@@ -64,7 +67,7 @@ class Tail:
 
     def close(self) -> list[Line]:
         """The last line, if it has no newline; the file is closed."""
-        last = [self._line(self._rest)] if self._rest else []
+        last = [self._line(self._rest, self._cut)] if self._rest else []
         self._rest = b""
         self._file.close()
         return last
@@ -87,12 +90,12 @@ class Tail:
         if self._rest_shown or not self._rest or time.monotonic() - self._rest_since < OPEN_LINE_AFTER_S:
             return []
         self._rest_shown = True
-        return [self._line(self._rest, is_open=True)]
+        return [self._line(self._rest, self._cut, is_open=True)]
 
-    def _line(self, raw: bytes, is_open: bool = False) -> Line:
+    def _line(self, raw: bytes, cut: int, is_open: bool = False) -> Line:
         if not is_open:
             self.seq += 1
-        text = clean(raw, self._cut)
+        text = clean(raw, cut)
         return Line(self.rank, self.stream, self.seq, time.time_ns(), text, self.attempt, is_open)
 
 

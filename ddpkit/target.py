@@ -116,6 +116,8 @@ def of_cell(text: str, name: str, args: Sequence[str]) -> Target:
         LaunchError: the cell does not compile.
     """
     file = f"{re.sub(r'[^0-9A-Za-z_]+', '_', name).strip('_') or 'cell'}.py"
+    # The magic's own line is line 1 of the cell: tracebacks then count as the cell does.
+    text = "\n" + text
     try:
         compile(text, file, "exec", dont_inherit=True)
     except SyntaxError as error:

@@ -181,6 +181,29 @@ def test_a_scripts_own_classes_reach_spawned_workers(home: Path) -> None:
     assert run.ranks[0].stdout == "[[0, 1], [2, 3]]\n", run.ranks[0].stderr
 
 
+def test_exit_functions_threads_and_exit_codes_are_pythons(home: Path) -> None:
+    (home / "ends.py").write_text(
+        "import atexit, os, sys, threading, time\n"
+        "atexit.register(lambda: print('at exit'))\n"
+        "threading.Thread(target=lambda: (time.sleep(0.3), print('thread done'))).start()\n"
+        "sys.stdout.write('no newline, not flushed ')\n"
+        "if os.environ['RANK'] == '1': sys.exit(300)\n"
+    )
+    run = ddpkit.launch("ends.py", show=False, timeout=120)
+    assert run.ranks[0].stdout == "no newline, not flushed thread done\nat exit\n"
+    assert run.ranks[1].stdout == run.ranks[0].stdout
+    assert [r.exitcode for r in run.ranks] == [0, 300 & 0xFF]
+
+
+def test_the_scripts_own_excepthook_is_called(home: Path) -> None:
+    (home / "hook.py").write_text(
+        "import sys\nsys.excepthook = lambda k, e, t: print('mine:', e)\nraise ValueError('x')\n"
+    )
+    run = ddpkit.launch("hook.py", nproc=1, show=False, timeout=120)
+    assert run.ranks[0].stdout == "mine: x\n"
+    assert run.ranks[0].failure.message == "x"
+
+
 def test_a_forked_childs_failure_is_not_the_ranks(home: Path) -> None:
     (home / "forks.py").write_text(
         "import os\nchild = os.fork()\nif child == 0: raise ValueError('in the child')\nos.waitpid(child, 0)\n"

@@ -8,17 +8,19 @@ from __future__ import annotations
 import os
 import sys
 
-_SCRIPT_FOLDER_SLOT = sys.path[0]
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import atexit  # noqa: E402
 import builtins  # noqa: E402
 import contextlib  # noqa: E402
 import faulthandler  # noqa: E402
 import importlib.util  # noqa: E402
 import signal  # noqa: E402
+import threading  # noqa: E402
 import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 from types import ModuleType  # noqa: E402
+from typing import NoReturn  # noqa: E402
 
 from ddpkit import wire  # noqa: E402
 from ddpkit.rank import failure, observe  # noqa: E402
@@ -34,16 +36,52 @@ def main() -> None:
     arguments = sys.argv[1:]
     as_module = arguments[0] == "-m"
     target, sys.argv = arguments[as_module], arguments[as_module:]
+    # What python does for `-m name` and for `script.py`: the folder that imports start from.
+    sys.path.insert(0, os.getcwd() if as_module else os.path.dirname(os.path.abspath(target)))
+    if package_parent not in sys.path:
+        sys.path.append(package_parent)
+    leave(run(target, as_module))
+
+
+def run(target: str, as_module: bool) -> int:
+    """Run the target to its end; the exit code python would end with. A KeyboardInterrupt goes on to python itself."""
     try:
-        # What python does for `-m name` and for `script.py`: the folder that imports start from.
-        sys.path.insert(0, os.getcwd() if as_module else os.path.dirname(os.path.abspath(target)))
-        if package_parent not in sys.path:
-            sys.path.append(package_parent)
         run_module(target) if as_module else run_script(target)
-        say_finished()
-    except BaseException as error:
+    except SystemExit as error:
+        failure.note(error)
+        if not error.code:
+            say_finished()
+        if isinstance(error.code, int | None):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as error:
         failure.note(error)
         raise
+    except BaseException as error:
+        failure.note(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    say_finished()
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the process as multiprocessing ends its children: threads joined, exit functions run, no interpreter torn down.
+
+    torch's own threads may still be letting go of tensors. One that asks for the GIL of an interpreter in the middle of
+    its teardown aborts the process ("terminate called without an active exception"), now and then, after a good run.
+    """
+    with contextlib.suppress(Exception):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            code = code or 120
+    os._exit(code)
 
 
 def arm() -> None:
