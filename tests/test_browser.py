@@ -139,7 +139,7 @@ def lab(tmp_path: Path, shots: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 @pytest.fixture
-def page() -> Iterator[Any]:
+def page(shots: Path) -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine: install Debian's package chromium to run the browser tests")
     from playwright.sync_api import sync_playwright
@@ -149,12 +149,21 @@ def page() -> Iterator[Any]:
         opened = browser.new_page(viewport={"width": 1280, "height": 1000})
         opened.set_default_timeout(PATIENCE_MS)
         yield opened
+        opened.screenshot(path=shots / "last.png")
         browser.close()
 
 
 def run_cell(page: Any, index: int) -> None:
-    page.locator(".jp-CodeCell .cm-content").nth(index).click()
-    page.keyboard.press("Shift+Enter")
+    """Run the cell; pressed again while JupyterLab, still settling, has not taken the key."""
+    prompt = page.locator(".jp-CodeCell").nth(index).locator(".jp-InputPrompt")
+    for _ in range(20):
+        page.locator(".jp-CodeCell .cm-content").nth(index).click()
+        page.keyboard.press("Shift+Enter")
+        for _ in range(10):
+            if prompt.inner_text().strip() not in ("[ ]:", "[]:", ""):
+                return
+            page.wait_for_timeout(200)
+    raise AssertionError(f"JupyterLab does not run cell {index}")
 
 
 def lane(page: Any, rank: int) -> Any:
