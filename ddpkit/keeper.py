@@ -3,7 +3,8 @@
 The same program is used twice. Over the torchrun agent its owner is the kernel (`process.py` starts it);
 over each rank its owner is the agent (torchrun starts it through PYTHON_EXEC). So the chain kernel - keeper -
 agent - keeper - rank breaks nowhere: whichever link is killed, those below it end and those above it know.
-It runs as `python -I -S keeper.py`, in some 15 ms, and is single-threaded, so that a parent-death signal may be trusted.
+It runs as `python -I -S keeper.py`, or in a process that the zygote has forked (`rank/zygote.py`), and is single-threaded
+either way, so that a parent-death signal may be trusted.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from ddpkit import wire
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from ddpkit import wire  # noqa: E402
+from ddpkit.client import end_like  # noqa: E402
 
 TICK_S = 0.2
 RANK_GRACE_S = 2.0
@@ -36,11 +40,34 @@ FATAL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 PR_SET_PDEATHSIG = 1
 
 
-class Keeper:
-    """Keeps one child. `run` returns when the child has been reaped and its record written."""
+class Owner:
+    """The process for whose sake another one runs. A pid that has passed to someone else does not deceive it."""
 
-    def __init__(self, command: Sequence[str], owner: int, record: Path, grace_s: float) -> None:
-        self.command = list(command)
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._born = born(pid)
+
+    def gone(self) -> bool:
+        """Whether it has ended, even if nobody has reaped it yet."""
+        return self._born is None or born(self.pid) != self._born
+
+
+def born(pid: int) -> bytes | None:
+    """When process `pid` started, in clock ticks since boot; None where it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            state, *rest = stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if state in (b"Z", b"X") else rest[18]
+
+
+class Keeper:
+    """Keeps one child, which runs `become` and never returns from it. `run` returns when the child has been reaped and
+    its record written."""
+
+    def __init__(self, become: Callable[[], None], owner: Owner, record: Path, grace_s: float) -> None:
+        self.become = become
         self.owner = owner
         self.record = record
         self.grace_s = grace_s
@@ -79,12 +106,11 @@ class Keeper:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != keeper:
                 os._exit(1)
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
-            os.execv(self.command[0], self.command)
+            self.become()
         except BaseException as error:
-            print(f"ddpkit: cannot start {self.command[0]}: {error}", file=sys.stderr, flush=True)
-            os._exit(127)
+            print(f"ddpkit: this process could not be started: {error}", file=sys.stderr, flush=True)
+        os._exit(127)
 
     def _reaped(self) -> bool:
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
@@ -111,7 +137,7 @@ class Keeper:
                 pass
 
     def _mind_the_owner(self) -> None:
-        if self.told is None and os.getppid() != self.owner:
+        if self.told is None and self.owner.gone():
             self.killed_for = "its owner is gone"
             self._pass_on(signal.SIGTERM)
 
@@ -147,18 +173,26 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def keep_rank(arguments: Sequence[str]) -> int:
-    """What torchrun starts in place of a rank's interpreter; `arguments` are those it meant for python."""
+def keep_rank(become: Callable[[], None], owner: int) -> int:
+    """Keep a rank that `become` turns into, for as long as process `owner` lives; its wait status.
+
+    torchrun starts this in place of a rank's interpreter, by way of PYTHON_EXEC.
+    """
     folder = wire.own_rank_folder()
     if folder is None:
         raise SystemExit("ddpkit: the rank keeper was started outside a ddpkit job; use torchrun, or ddpkit.launch().")
     folder.mkdir(parents=True, exist_ok=True)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    bootstrap = str(Path(__file__).parent / "rank" / "bootstrap.py")
-    command = [sys.executable, "-u", bootstrap, *(arguments[1:] if arguments[:1] == ["-u"] else arguments)]
-    keeper = Keeper(command, os.getppid(), folder / wire.EXIT, RANK_GRACE_S)
+    os.close(null)
+    keeper = Keeper(become, Owner(owner), folder / wire.EXIT, RANK_GRACE_S)
     return keeper.run(after=lambda: _let_the_others_speak(keeper, folder))
+
+
+def rank_command(arguments: Sequence[str]) -> list[str]:
+    """The command of a rank started cold; `arguments` are those that torchrun meant for python."""
+    bootstrap = str(Path(__file__).parent / "rank" / "bootstrap.py")
+    return [sys.executable, "-u", bootstrap, *(arguments[1:] if arguments[:1] == ["-u"] else arguments)]
 
 
 def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
@@ -171,17 +205,17 @@ def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
         return
     world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     until = time.monotonic() + LINGER_S
-    while time.monotonic() < until and os.getppid() == keeper.owner:
+    while time.monotonic() < until and not keeper.owner.gone():
         if sum(1 for _ in folder.parent.glob(f"*/{wire.EXIT}")) >= world_size:
             return
         if signal.sigtimedwait(PASSED_ON, 0.02):
             return
 
 
-def keep_agent(owner: int, arguments: Sequence[str]) -> int:
-    """What `process.py` starts: the torchrun command in `arguments`, whose job ends with the process `owner`."""
+def keep_agent(become: Callable[[], None], owner: int) -> int:
+    """Keep the torchrun agent that `become` turns into, whose job ends with process `owner`; its wait status."""
     folder = Path(os.environ[wire.ENV_RUN])
-    keeper = Keeper(arguments, owner, folder / wire.AGENT_RECORD, AGENT_GRACE_S)
+    keeper = Keeper(become, Owner(owner), folder / wire.AGENT_RECORD, AGENT_GRACE_S)
     return keeper.run(after=lambda: sweep(folder))
 
 
@@ -230,25 +264,18 @@ def _marked(folder: Path) -> dict[int, str]:
     return found
 
 
-def _end_like(status: int) -> None:
-    """End this process as the child ended, killed by the same signal or with the same exit code."""
-    sys.stdout.flush()
-    if not os.WIFSIGNALED(status):
-        os._exit(os.WEXITSTATUS(status))
-    import resource
+def executing(command: Sequence[str]) -> Callable[[], None]:
+    """What turns a fresh process into `command`."""
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    number = os.WTERMSIG(status)
-    if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
-    os.kill(os.getpid(), number)
-    time.sleep(1)
-    os._exit(128 + number)
+    def become() -> None:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.execv(command[0], command)
+
+    return become
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "rank":
-        _end_like(keep_rank(sys.argv[2:]))
+        end_like(keep_rank(executing(rank_command(sys.argv[2:])), os.getppid()))
     else:
-        _end_like(keep_agent(int(sys.argv[2]), sys.argv[3:]))
+        end_like(keep_agent(executing(sys.argv[3:]), int(sys.argv[2])))

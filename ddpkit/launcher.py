@@ -16,9 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from . import machine, wire
+from . import machine, wire, zygote
 from .errors import LaunchError
-from .process import Job
+from .process import Job, Start
 from .run import Run, save_spec
 from .target import Target, resolve
 from .watch import Limits, Watcher
@@ -64,7 +64,7 @@ def launch(
         timeout: seconds after which the job is ended, with every rank's stack in the run; None lets it run.
         stall: seconds without output or report after which the ranks' stacks are gathered and shown.
         stop_on_stall: end the job at the first stall (state "hung").
-        warm: allow a warm start. Every job starts cold so far, and `run.warm` says so.
+        warm: fork the job from a process that has torch imported already; False starts every process anew. `run.warm` tells.
         wait: False returns at once with a live `Run` (`.wait()`, `.stop()`).
         check: raise `JobFailed` unless the job passes.
         show: True shows the live view in a notebook and text elsewhere; "text" streams rank-tagged text; False is silent.
@@ -90,6 +90,7 @@ def launch(
         torchrun=torchrun,
         name=name,
         reveal=reveal,
+        warm=warm,
     )
     refuse_inside_a_rank()
     return start(resolve(target, args, kwargs or {}), options, wait=wait, check=check, show=show)
@@ -109,6 +110,7 @@ class Options:
     torchrun: tuple[str, ...] = ()
     name: str | None = None
     reveal: bool = True
+    warm: bool = True
 
 
 def checked_options(
@@ -123,6 +125,7 @@ def checked_options(
     torchrun: Sequence[str] = (),
     name: str | None = None,
     reveal: bool = True,
+    warm: bool = True,
 ) -> Options:
     """The options as asked for, each checked.
 
@@ -144,7 +147,13 @@ def checked_options(
         torchrun=tuple(torchrun),
         name=name,
         reveal=reveal,
+        warm=warm,
     )
+
+
+def warm_up() -> None:
+    """Begin to import torch in the background, so that the first launch is fast; called where a notebook loads ddpkit."""
+    zygote.begin(_base_environment())
 
 
 def start(target: Target, options: Options, *, wait: bool = True, check: bool = False, show: bool | str = True) -> Run:
@@ -160,7 +169,18 @@ def start(target: Target, options: Options, *, wait: bool = True, check: bool = 
     spec = _spec(target, options, command, env, backend)
     save_spec(folder, spec)
     env[wire.ENV_RUN] = str(folder)
-    job = Job(folder, command, env | _torchrun_settings(folder), Path.cwd())
+    job = Job(
+        folder,
+        Start(
+            command,
+            env | _torchrun_settings(folder),
+            "" if options.warm else "warm=False",
+            target.imports_from(folder),
+            _base_environment(),
+            zygote.PATIENCE_S if wait else 0,
+        ),
+    )
+    save_spec(folder, {**spec, "cold_because": job.cold_because})
     run = Run(folder, job, options.reveal)
     limits = Limits(options.timeout_s, options.stall_s, options.stop_on_stall)
     sink.begin(run, lambda: job.stop("stopped"))
@@ -271,15 +291,21 @@ def _torchrun_settings(folder: Path) -> dict[str, str]:
         "PYTHON_EXEC": str(folder / wire.RANK_PYTHON),
         "PET_LOG_DIR": str(folder / wire.LOGS),
         "PET_REDIRECTS": "3",
-        "PET_MONITOR_INTERVAL": "0.1",
+        "PET_MONITOR_INTERVAL": "0.05",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
     }
 
 
-def _environment(target: Target, options: Options) -> dict[str, str]:
+def _base_environment() -> dict[str, str]:
+    """This process's environment without what only concerns a notebook."""
     env = {k: v for k, v in os.environ.items() if k not in _NOTEBOOK_ONLY and not k.startswith("PET_")}
     if "matplotlib_inline" in env.get("MPLBACKEND", ""):
         del env["MPLBACKEND"]
+    return env
+
+
+def _environment(target: Target, options: Options) -> dict[str, str]:
+    env = _base_environment()
     if target.path_folder:
         env["PYTHONPATH"] = os.pathsep.join(p for p in (target.path_folder, env.get("PYTHONPATH")) if p)
     for key, value in (options.env or {}).items():
@@ -312,7 +338,6 @@ def _spec(
         "env": changed,
         "timeout_s": options.timeout_s,
         "stall_s": options.stall_s,
-        "warm": False,
         "notes": list(target.notes),
         "versions": {"python": sys.version.split()[0], "torch": metadata.version("torch"), "ddpkit": _version()},
         "started_ns": time.time_ns(),

@@ -8,7 +8,7 @@ import shlex
 from typing import Any, NoReturn
 
 from .errors import LaunchError
-from .launcher import checked_options, refuse_inside_a_rank, start
+from .launcher import checked_options, refuse_inside_a_rank, start, warm_up
 from .target import of_cell
 
 # torchrun's options that pass through; those that take no value are told apart because argparse must know.
@@ -126,7 +126,8 @@ def _passed_through(asked: argparse.Namespace) -> tuple[str, ...]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register `%%torchrun` with `shell`."""
+    """Register `%%torchrun` with `shell`, and begin to make the first launch a warm one."""
+    warm_up()
 
     def cell_magic(line: str, cell: str) -> None:
         torchrun(line, cell, shell.user_ns)

@@ -10,14 +10,40 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import wire
+from . import wire, zygote
 from .errors import LaunchError
 
 KEEPER = Path(__file__).with_name(wire.KEEPER_FILE)
+CLIENT = Path(__file__).with_name(wire.CLIENT_FILE)
 BALLAST_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a job's agent is to be started: torchrun's command line in `env`, warm unless `cold_because` says why not.
+
+    `folders` are those the job imports from, `base_env` is what a new zygote would start with, and `patience_s` how
+    long one that is still importing torch is waited for.
+    """
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+    cold_because: str
+    folders: Sequence[str] = ()
+    base_env: Mapping[str, str] = field(default_factory=dict)
+    patience_s: float = 0.0
+
+
+def _start_cold(start: Start, log: int) -> subprocess.Popen[bytes]:
+    """The keeper outlives neither this process nor its agent; a session of its own keeps Ctrl-C from reaching it."""
+    command = [sys.executable, "-I", "-S", str(KEEPER), "agent", str(os.getpid()), *start.command]
+    return subprocess.Popen(
+        command, env=dict(start.env), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
 
 
 class Job:
@@ -27,19 +53,27 @@ class Job:
     `end` is what ddpkit itself knows of the end: {"reason": "", "notes": [...], "keeper_exitcode": int}.
     """
 
-    def __init__(self, folder: Path, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+    def __init__(self, folder: Path, start: Start) -> None:
         self.folder = folder
         self.ended, self.over = threading.Event(), threading.Event()
         self.end: dict[str, Any] = {"reason": "", "notes": []}
+        self.cold_because = start.cold_because
         self.started = time.monotonic()
         self._lock = threading.Lock()
         self._write_rank_python()
-        self._keeper = self._start(command, env, cwd)
+        with open(folder / wire.AGENT_LOG, "wb") as log:
+            self._keeper = self._start_warm(start, log.fileno()) or _start_cold(start, log.fileno())
 
     def _write_rank_python(self) -> None:
         """The executable that torchrun starts in place of a rank's python, by way of PYTHON_EXEC."""
         shim = self.folder / wire.RANK_PYTHON
-        shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{KEEPER}" rank "$@"\n', encoding="utf-8")
+        python = f'exec "{sys.executable}" -I -S'
+        shim.write_text(
+            "#!/bin/sh\n"
+            f'[ "${wire.ENV_ZYGOTE}" ] && {python} "{CLIENT}" "${wire.ENV_ZYGOTE}" "$@"\n'
+            f'{python} "{KEEPER}" rank "$@"\n',
+            encoding="utf-8",
+        )
         shim.chmod(0o755)
         (self.folder / wire.BALLAST).write_bytes(os.urandom(BALLAST_BYTES))
         if not os.access(shim, os.X_OK):
@@ -47,13 +81,16 @@ class Job:
                 f"launch: {self.folder} does not allow programs to be started from it; set {wire.ENV_HOME} to a folder that does."
             )
 
-    def _start(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
-        """The keeper outlives neither this process nor its agent; a session of its own keeps Ctrl-C from reaching it."""
-        keeper = [sys.executable, "-I", "-S", str(KEEPER), "agent", str(os.getpid()), *command]
-        with open(self.folder / wire.AGENT_LOG, "wb") as log:
-            return subprocess.Popen(
-                keeper, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+    def _start_warm(self, start: Start, log: int) -> zygote.ForkedKeeper | None:
+        """The agent's keeper, forked from the zygote; None, with `cold_because` set, where that cannot be."""
+        if self.cold_because:
+            return None
+        try:
+            agent = zygote.Agent(start.command, start.env, start.folders, log)
+            return zygote.fork_agent(agent, start.base_env, start.patience_s)
+        except zygote.Declined as declined:
+            self.cold_because = str(declined)
+            return None
 
     @property
     def running(self) -> bool:
@@ -62,6 +99,8 @@ class Job:
 
     def exit_fd(self) -> int | None:
         """A file descriptor that becomes readable when the job's processes are gone; None where the system has none."""
+        if isinstance(self._keeper, zygote.ForkedKeeper):
+            return self._keeper.exit_fd()
         try:
             return os.pidfd_open(self._keeper.pid)
         except (AttributeError, OSError):

@@ -79,6 +79,7 @@ class Rank:
     ended_ns: int | None = None
     pid: int | None = None
     stack_signal: int | None = None
+    warm: bool | None = None
     exitcode: int | None = None
     signal: str | None = None
     told: str | None = None
@@ -182,6 +183,7 @@ def _read_rank(folder: Path, own: Path) -> Rank:
         ended_ns=ended.get("at_ns"),
         pid=started.get("pid"),
         stack_signal=started.get("stack_signal"),
+        warm=started.get("warm"),
         exitcode=ended.get("exitcode"),
         signal=ended.get("signal"),
         told=ended.get("told"),

@@ -92,8 +92,21 @@ class Run:
 
     @property
     def warm(self) -> bool:
-        """Whether the ranks were forked from a process that had imported torch already. Every job starts cold so far."""
-        return bool(self._spec.get("warm", False))
+        """Whether torchrun and every rank were forked from a process that had imported torch already."""
+        return not self.cold_because
+
+    @property
+    def cold_because(self) -> str:
+        """Why not all of the job was started warm: `warm=False`, a variable that torch reads when it starts; "" if it was."""
+        if why := self._spec.get("cold_because", "started by an older ddpkit"):
+            return why
+        cold = [r.rank for r in self.ranks if r.warm is False]
+        return f"the warm process was gone when rank {cold[0]} started" if cold else ""
+
+    @property
+    def started(self) -> str:
+        """`started warm`, or `started cold: warm=False`."""
+        return f"started cold: {self.cold_because}" if self.cold_because else "started warm"
 
     @property
     def attempts(self) -> tuple[tuple[Rank, ...], ...]:

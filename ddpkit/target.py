@@ -51,6 +51,11 @@ class Target:
             (folder / name).write_bytes(content)
         return [part.replace("{folder}", str(folder), 1) for part in self.command]
 
+    def imports_from(self, folder: Path) -> list[str]:
+        """The folders that Python puts before all others in torchrun's agent and in the ranks."""
+        first = self.command[0]
+        return [os.getcwd()] if first == "-m" else [os.getcwd(), os.path.dirname(first.replace("{folder}", str(folder), 1))]
+
 
 def resolve(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Target:
     """The `Target` for what `launch` was given.
@@ -115,7 +120,9 @@ def of_cell(text: str, name: str, args: Sequence[str]) -> Target:
     Raises:
         LaunchError: the cell does not compile.
     """
-    file = f"{re.sub(r'[^0-9A-Za-z_]+', '_', name).strip('_') or 'cell'}.py"
+    stem = re.sub(r"[^0-9A-Za-z_]+", "_", name).strip("_") or "cell"
+    # A script beside which imports start must not bear the name of something that it may want to import.
+    file = f"{stem}_cell.py" if _find_module(stem) else f"{stem}.py"
     # The magic's own line is line 1 of the cell: tracebacks then count as the cell does.
     text = "\n" + text
     try:

@@ -15,6 +15,15 @@ ENV_BACKEND = "DDP_BACKEND"
 ENV_HOME = "DDPKIT_HOME"
 ENV_LOG_CAP = "DDPKIT_LOG_CAP_MIB"
 ENV_KEEP_RUNS = "DDPKIT_KEEP_RUNS"
+ENV_WARM = "DDPKIT_WARM"
+ENV_WARM_IDLE_S = "DDPKIT_WARM_IDLE_S"
+# Where the ranks of a warm job find the zygote.
+ENV_ZYGOTE = "DDPKIT_ZYGOTE"
+# Room in the zygote's own environment, for that of the processes it will fork.
+ENV_ROOM = "DDPKIT_ROOM"
+
+# Seconds without a launch after which the zygote ends by itself.
+WARM_IDLE_S = 1200
 
 STREAMS = ("stdout", "stderr")
 
@@ -26,10 +35,15 @@ AGENT_LOG = "torchrun.log"
 LOGS = "logs"
 RANK_PYTHON = "rank-python"
 KEEPER_FILE = "keeper.py"
+CLIENT_FILE = "client.py"
 BALLAST = "ballast"
 FUNCTION_SCRIPT = "call_function.py"
 CALL = "call.pkl"
 CALL_CONTEXT = "call.json"
+
+# Files of the zygote's own folder, which lies where temporary files do: a socket's path must be short.
+ZYGOTE_SOCKET = "zygote.sock"
+ZYGOTE_LOG = "zygote.log"
 
 # Files of one rank's own folder, ranks/attempt_<n>/rank_<r>/.
 STARTED = "started.json"

@@ -1,6 +1,7 @@
 """What runs in a rank before the user's script: arms the failure record, then runs the script as `__main__`, untouched.
 
-`keeper.py` starts it as `python -u bootstrap.py [-m] target args...`. Nothing here imports torch.
+`keeper.py` starts it as `python -u bootstrap.py [-m] target args...`; where the start is warm, `zygote.py` calls
+`become` in a forked process. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PACKAGE_PARENT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if __name__ == "__main__":
+    sys.path[0] = PACKAGE_PARENT
 
 import atexit  # noqa: E402
 import builtins  # noqa: E402
@@ -29,22 +32,20 @@ from ddpkit.rank import failure, observe  # noqa: E402
 STACK_SIGNAL = signal.SIGRTMIN + 10
 
 
-def main() -> None:
-    """Arm, then run `sys.argv[1:]` as python would."""
-    package_parent = sys.path.pop(0)
-    arm()
-    arguments = sys.argv[1:]
+def become(arguments: list[str], warm: bool = False) -> NoReturn:
+    """Be the rank: arm, run `[-m] target args...` as python would, and leave. `sys.path` starts with nothing of ddpkit's."""
+    arm(warm)
     as_module = arguments[0] == "-m"
     target, sys.argv = arguments[as_module], arguments[as_module:]
     # What python does for `-m name` and for `script.py`: the folder that imports start from.
     sys.path.insert(0, os.getcwd() if as_module else os.path.dirname(os.path.abspath(target)))
-    if package_parent not in sys.path:
-        sys.path.append(package_parent)
+    if PACKAGE_PARENT not in sys.path:
+        sys.path.append(PACKAGE_PARENT)
     leave(run(target, as_module))
 
 
 def run(target: str, as_module: bool) -> int:
-    """Run the target to its end; the exit code python would end with. A KeyboardInterrupt goes on to python itself."""
+    """Run the target to its end; the exit code python would end with, or minus the signal that python would die of."""
     try:
         run_module(target) if as_module else run_script(target)
     except SystemExit as error:
@@ -55,13 +56,10 @@ def run(target: str, as_module: bool) -> int:
             return (error.code or 0) & 0xFF
         print(error.code, file=sys.stderr)
         return 1
-    except KeyboardInterrupt as error:
-        failure.note(error)
-        raise
     except BaseException as error:
         failure.note(error)
         sys.excepthook(type(error), error, error.__traceback__)
-        return 1
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     say_finished()
     return 0
 
@@ -81,16 +79,20 @@ def leave(code: int) -> NoReturn:
             stream.flush()
         except (OSError, ValueError, AttributeError):
             code = code or 120
-    os._exit(code)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
 
 
-def arm() -> None:
+def arm(warm: bool) -> None:
     """Say that this rank is here, and have its crashes, stacks and failures written into its own folder."""
-    for name in ("PYTHON_EXEC", *(n for n in os.environ if n.startswith("PET_"))):
+    for name in ("PYTHON_EXEC", wire.ENV_ZYGOTE, *(n for n in os.environ if n.startswith("PET_"))):
         os.environ.pop(name, None)
     folder = wire.own_rank_folder()
     if folder is None:
         return
+    failure.this_process_is_the_rank()
     sys.excepthook = failure.print_uncaught
     sys.breakpointhook = failure.no_keyboard
     builtins.input = failure.no_keyboard
@@ -99,10 +101,10 @@ def arm() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         faulthandler.enable(_kept_open(folder / wire.CRASH), all_threads=True)
         faulthandler.register(STACK_SIGNAL, _kept_open(folder / wire.STACK), all_threads=True, chain=False)
-        wire.write_record(folder / wire.STARTED, started())
+        wire.write_record(folder / wire.STARTED, started(warm))
 
 
-def started() -> dict[str, object]:
+def started(warm: bool) -> dict[str, object]:
     """This rank's first record; the stack signal is in it because its handler is now in place."""
     env = os.environ
     return {
@@ -112,6 +114,7 @@ def started() -> dict[str, object]:
         "local_rank": int(env.get("LOCAL_RANK", "0")),
         "world_size": int(env.get("WORLD_SIZE", "1")),
         "stack_signal": int(STACK_SIGNAL),
+        "warm": warm,
     }
 
 
@@ -156,4 +159,5 @@ def fresh_main(**names: object) -> ModuleType:
 
 
 if __name__ == "__main__":
-    main()
+    sys.path.pop(0)
+    become(sys.argv[1:])

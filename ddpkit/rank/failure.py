@@ -13,7 +13,7 @@ from typing import Any
 from ddpkit import wire
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-_RANKS_OWN_PID = os.getpid()
+_ranks_own_pid = 0
 _first_seen: dict[int, int] = {}
 
 
@@ -31,9 +31,15 @@ def note(error: BaseException) -> None:
         wire.write_record(folder / wire.FAILURE, {"at_ns": at_ns, **described(error)})
 
 
+def this_process_is_the_rank() -> None:
+    """From here on failures are noted: those of this process, not of the ones that it forks."""
+    global _ranks_own_pid
+    _ranks_own_pid = os.getpid()
+
+
 def own_folder() -> Path | None:
     """The folder for this rank's records; None in a process that the rank forked, whose end is not the rank's."""
-    return wire.own_rank_folder() if os.getpid() == _RANKS_OWN_PID else None
+    return wire.own_rank_folder() if os.getpid() == _ranks_own_pid else None
 
 
 def described(error: BaseException) -> dict[str, Any]:

@@ -20,8 +20,12 @@ _WATCHED = "torch.distributed.distributed_c10d"
 
 
 def arm() -> None:
-    """Have `destroy_process_group` stamp the exception that is passing through, before it closes this rank's sockets."""
-    sys.meta_path.insert(0, _Meeting())
+    """Have `destroy_process_group` stamp the exception that is passing through, before it closes this rank's sockets.
+
+    In a warm rank this was done before the zygote imported torch.
+    """
+    if _WATCHED not in sys.modules:
+        sys.meta_path.insert(0, _Meeting())
 
 
 class _Meeting(MetaPathFinder):
