@@ -8,6 +8,7 @@ Only modules that are built into Python are imported: every rank of every job wa
 
 from __future__ import annotations
 
+import _signal as signal  # type: ignore[import-not-found]
 import array
 import marshal
 import os
@@ -15,8 +16,6 @@ import sys
 import time
 from _socket import AF_UNIX, SCM_RIGHTS, SO_PEERCRED, SOCK_STREAM, SOL_SOCKET
 from _socket import socket as Socket
-
-import _signal as signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from ddpkit import wire  # noqa: E402
-from ddpkit.client import end_like  # noqa: E402
+from ddpkit import wire
+from ddpkit.client import end_like
 
 TICK_S = 0.2
 RANK_GRACE_S = 2.0
@@ -269,7 +269,7 @@ def executing(command: Sequence[str]) -> Callable[[], None]:
 
     def become() -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        os.execv(command[0], command)
+        os.execv(command[0], list(command))
 
     return become
 

@@ -54,7 +54,11 @@ class Target:
     def imports_from(self, folder: Path) -> list[str]:
         """The folders that Python puts before all others in torchrun's agent and in the ranks."""
         first = self.command[0]
-        return [os.getcwd()] if first == "-m" else [os.getcwd(), os.path.dirname(first.replace("{folder}", str(folder), 1))]
+        return (
+            [os.getcwd()]
+            if first == "-m"
+            else [os.getcwd(), os.path.dirname(first.replace("{folder}", str(folder), 1))]
+        )
 
 
 def resolve(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Target:

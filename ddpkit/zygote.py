@@ -27,11 +27,14 @@ PATIENCE_S = 60.0
 # With one thread of OpenBLAS there is one thread in all; asking NVML rather than CUDA for GPUs leaves CUDA untouched.
 RECIPE = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 ROOM_BYTES = 32 * 1024
+END_WITHIN_S = 2.0
+# After so many zygotes that ended before they served anybody, no more are started.
 FAILED_STARTS = 2
 
 _lock = threading.Lock()
 _current: Zygote | None = None
 _failed = 0
+_last_words = ""
 
 
 class Zygote:
@@ -48,7 +51,8 @@ class Zygote:
             os.chmod(self.path, 0o600)
             listener.listen(256)
             self._process = self._start(listener.fileno(), env)
-        threading.Thread(target=self._bury, name="ddpkit waits for its zygote", daemon=True).start()
+        self._burying = threading.Thread(target=self._bury, name="ddpkit waits for its zygote", daemon=True)
+        self._burying.start()
 
     def _start(self, listening_fd: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-u", str(PROGRAM), str(listening_fd), str(self.kernel), str(self.folder)]
@@ -85,6 +89,7 @@ class Zygote:
     def end(self) -> None:
         """End it; jobs that it has forked go on."""
         self._process.terminate()
+        self._burying.join(END_WITHIN_S)
 
 
 class ForkedKeeper:
@@ -142,8 +147,8 @@ def begin(env: Mapping[str, str]) -> None:
 def end() -> None:
     """End this kernel's zygote, if there is one; the next launch starts another."""
     with _lock:
-        if _current is not None and _current.alive():
-            _current.end()
+        if _current is not None:
+            _retire(_current)
 
 
 def fork_agent(agent: Agent, base_env: Mapping[str, str], patience_s: float) -> ForkedKeeper:
@@ -154,11 +159,14 @@ def fork_agent(agent: Agent, base_env: Mapping[str, str], patience_s: float) -> 
     Raises:
         Declined: the job has to start cold; the text says why.
     """
+    zygote = _running(base_env)
     try:
-        return _forked(_running(base_env), agent, patience_s)
+        return _forked(zygote, agent, patience_s)
     except Declined as declined:
         if not declined.stale:
             raise
+    with _lock:
+        _retire(zygote)
     return _forked(_running(base_env), agent, patience_s)
 
 
@@ -190,23 +198,34 @@ def _running(env: Mapping[str, str]) -> Zygote:
     Raises:
         Declined: none is wanted, or none can be had here.
     """
-    global _current, _failed
+    global _current
     if os.environ.get(wire.ENV_WARM) == "0":
         raise Declined(f"{wire.ENV_WARM}=0")
     if not sys.platform.startswith("linux"):
         raise Declined(f"fork is not safe on {sys.platform}")
     with _lock:
-        if _current is not None and _current.alive():
-            return _current
-        if _current is not None and _current.kernel == os.getpid():
-            _failed = 0 if _current.served else _failed + 1
+        if _current is not None and not _current.alive():
+            _retire(_current)
         if _failed >= FAILED_STARTS:
-            raise Declined(f"the warm process cannot be started ({_current.last_words if _current else ''})")
-        try:
-            _current = Zygote(env)
-        except OSError as error:
-            raise Declined(f"the warm process cannot be started ({error})") from None
+            raise Declined(f"the warm process cannot be started ({_last_words})")
+        if _current is None:
+            try:
+                _current = Zygote(env)
+            except OSError as error:
+                raise Declined(f"the warm process cannot be started ({error})") from None
         return _current
+
+
+def _retire(zygote: Zygote) -> None:
+    """Have no more to do with `zygote`, which has ended or is out of date; called with the lock held."""
+    global _current, _failed, _last_words
+    if zygote is not _current:
+        return
+    _current = None
+    if zygote.kernel == os.getpid():
+        zygote.end()
+        _failed = 0 if zygote.served else _failed + 1
+        _last_words = zygote.last_words
 
 
 def _short_folder() -> Path:

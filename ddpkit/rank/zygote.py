@@ -14,30 +14,30 @@ import sys
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import contextlib  # noqa: E402
-import ctypes  # noqa: E402
-import gc  # noqa: E402
-import importlib  # noqa: E402
-import inspect  # noqa: E402
-import math  # noqa: E402
-import multiprocessing.process  # noqa: E402
-import resource  # noqa: E402
-import select  # noqa: E402
-import shutil  # noqa: E402
-import site  # noqa: E402
-import socket  # noqa: E402
-import tempfile  # noqa: E402
-import threading  # noqa: E402
-import time  # noqa: E402
-import warnings  # noqa: E402
-from collections.abc import Mapping, Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
-from types import ModuleType  # noqa: E402
-from typing import Any, NoReturn  # noqa: E402
+import contextlib
+import ctypes
+import gc
+import importlib
+import inspect
+import math
+import multiprocessing.process
+import resource
+import select
+import shutil
+import site
+import socket
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
 
-from ddpkit import keeper, wire  # noqa: E402
-from ddpkit.client import PATIENCE_S, READY, Connection  # noqa: E402
-from ddpkit.rank import bootstrap, observe  # noqa: E402
+from ddpkit import keeper, wire
+from ddpkit.client import PATIENCE_S, READY, Connection
+from ddpkit.rank import bootstrap, observe
 
 # Chosen by measurement (docs/warm-start.md): what torchrun's agent and every rank import, and then, while nobody asks
 # for anything, what an ordinary DDP script imports on its way. DDP's constructor alone imports torch._dynamo, a second.
@@ -81,12 +81,12 @@ class Zygote:
         self.base_path = [p for p in sys.path[1:] if p not in self.folders]
         self.packages = _changed_ns()
         self.keepers: set[int] = set()
-        self.asked = -math.inf
-        self.began = time.monotonic()
+        self.began, self.asked = time.monotonic(), -math.inf
 
     def serve(self, listener: socket.socket) -> None:
         """Answer one request after the other; returns when there is no more reason to be there."""
         later, stale = list(NEEDED_BY_MANY), False
+        self.began = time.monotonic()
         while not (stale or self.owner.gone() or self._idle()):
             # The ranks of a job ask a moment after their agent: an import in between would hold them up.
             importing = later and time.monotonic() - self.asked > QUIET_S
@@ -165,7 +165,9 @@ class Zygote:
 
     def _shadowed(self, folders: Sequence[str]) -> str:
         """Which file in `folders` would be imported in place of a module that is loaded already."""
-        loaded = {name for name in sys.modules if "." not in name} - {"__main__", "ddpkit"} - {*sys.builtin_module_names}
+        loaded = (
+            {name for name in sys.modules if "." not in name} - {"__main__", "ddpkit"} - {*sys.builtin_module_names}
+        )
         for folder in folders:
             for name in sorted((loaded | {"sitecustomize", "usercustomize"}) & _modules_in(folder)):
                 return f"{folder} has a module {name}, which would take the place of one that is loaded already"
@@ -292,7 +294,7 @@ def _do_not_wait_for_other_hosts() -> None:
     Later pauses, a number of seconds instead of a range, are kept.
     """
     if "--standalone" in sys.orig_argv:
-        rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+        rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
         pause = rendezvous._delay
         rendezvous._delay = lambda seconds: None if isinstance(seconds, tuple) else pause(seconds)
 
@@ -328,10 +330,13 @@ def _be_torch_of(env: Mapping[str, str]) -> None:
     import torch.distributed as dist
 
     dist.set_debug_level_from_env()
-    threads = env.get("OMP_NUM_THREADS")
+    torch.default_generator.seed()
+    threads, cores = env.get("OMP_NUM_THREADS"), len(os.sched_getaffinity(0))
     if threads:
-        torch.set_num_threads(int(threads))
-    blas = int(env.get("OPENBLAS_NUM_THREADS") or threads or len(os.sched_getaffinity(0)))
+        # As when torch is loaded: MKL never takes more threads than there are cores, OpenMP alone does.
+        most = torch.get_num_threads() if torch.backends.mkl.is_available() else int(threads)
+        torch.set_num_threads(min(int(threads), most))
+    blas = min(int(env.get("OPENBLAS_NUM_THREADS") or threads or cores), cores)
     if blas > 1:
         import threadpoolctl
 
