@@ -83,10 +83,17 @@ LAUNCH = {
     ACCELERATE: "notebook_launcher(job, num_processes={ranks})",
 }
 PRINTED = "print(*(rank.stdout for rank in run.ranks))\n"
+# It is started anew when packages are installed or removed meanwhile, and the launch that finds out waits for it.
+SAME_PROCESS = """\
+from ddpkit import zygote
+warm_processes.add(zygote._current.pid)
+assert len(warm_processes) == 1, "the warm process was started anew: were packages installed?"
+"""
+SETUP = "import ddpkit; warm_processes = set()"
 AFTERWARDS = {
     BARE: "assert _exit_code == 0, f'torchrun ended with exit code {_exit_code}'",
     COLD: PRINTED + "assert run.ok and not run.warm, f'{run}, {run.started}'",
-    WARM: PRINTED + "assert run.ok and run.warm, f'{run}, {run.started}'",
+    WARM: PRINTED + "assert run.ok and run.warm, f'{run}, {run.started}'\n" + SAME_PROCESS,
     ACCELERATE: "",
 }
 TIMED = "import time; began = time.time_ns()\n{launch}\nback = time.time_ns()\n{afterwards}\nprint('BEGAN', began, 'BACK', back)"
@@ -225,7 +232,7 @@ def launches(home: Path, rounds: int, accelerate_python: str | None) -> Launches
     with ExitStack() as kernels:
         main = kernels.enter_context(kernel(home))
         clients = dict.fromkeys((BARE, COLD, WARM), main)
-        printed(main, "%load_ext ddpkit\nimport ddpkit")
+        printed(main, "%load_ext ddpkit\n" + SETUP)
         printed(main, timed_cell(WARM, 2))
         if accelerate_python:
             clients[ACCELERATE] = kernels.enter_context(kernel(home, accelerate_python))
@@ -251,7 +258,7 @@ def first_launches(home: Path, rounds: int) -> dict[str, dict[str, list[float]]]
             for way in sorted(FIRST_LAUNCH, reverse=bool(n % 2)):
                 launch = LAUNCH[WARM].format(ranks=2, script=script)
                 with kernel(home, env=FIRST_LAUNCH[way]) as client:
-                    printed(client, "import ddpkit")
+                    printed(client, SETUP)
                     text = printed(client, TIMED.format(launch=launch, afterwards=AFTERWARDS[way]))
                 found[event][way].append(max(stamps(text, mark, 2)) - stamps(text, "BEGAN", 1)[0])
     return found
@@ -268,11 +275,11 @@ def memory(home: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Private memory of the idle warm process, and of each rank of a job of 2 that sits after a DDP step."""
     found: dict[str, list[dict[str, float]]] = {"warm process, idle": [], "rank, warm": [], "rank, cold": []}
     with kernel(home) as client:
-        printed(client, "%load_ext ddpkit\nimport ddpkit, ddpkit.zygote")
+        printed(client, "%load_ext ddpkit\n" + SETUP)
         printed(client, timed_cell(WARM, 2))
         time.sleep(WARMING_S)
         for _ in range(rounds):
-            pid = int(printed(client, "print(ddpkit.zygote._current.pid)"))
+            pid = int(printed(client, "print(zygote._current.pid)"))
             found["warm process, idle"].append(private_mib(pid))
             for way, warm in (("rank, warm", True), ("rank, cold", False)):
                 pids = printed(client, SITTING.format(warm=warm)).partition("PIDS ")[2].split()
@@ -416,7 +423,7 @@ def draw_growth(axes: Any, found: Launches) -> None:
         axes.annotate(way, (counts[-1], medians[-1]), (8, 0), textcoords="offset points", va="center", color=colour)
     axes.set(xlabel="ranks", ylabel="seconds until the\nprocess group is up", xticks=counts)
     axes.set_ylim(bottom=0)
-    axes.set_xlim(counts[0] - 0.5, counts[-1] + 1)
+    axes.set_xlim(counts[0] - 0.5, counts[-1] + 1.2)
 
 
 def accelerate_version(python: str) -> str | None:

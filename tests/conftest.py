@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+import ddpkit
 from ddpkit import wire
 
 
@@ -26,6 +28,49 @@ def living(home: Path) -> list[str]:
         except psutil.Error:
             continue
     return found
+
+
+def left_after(home: Path, seconds: float) -> list[str]:
+    """Processes of any job below `home` still alive `seconds` from now; none of them a moment earlier is enough."""
+    until = time.monotonic() + seconds
+    while (left := living(home)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
+
+
+def process_of(run: ddpkit.Run, words: str, without: str = "\0") -> psutil.Process:
+    """The process of `run` whose command line holds `words`, and not `without`.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for process in psutil.process_iter():
+        try:
+            line = " ".join(process.cmdline())
+            if words in line and without not in line and process.environ().get(wire.ENV_RUN) == str(run.folder):
+                return process
+        except psutil.Error:
+            continue
+    raise LookupError(f"no process with {words}")
+
+
+@pytest.fixture(scope="session")
+def _zygote(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """This process's zygote, ready, so that a launch that does not wait is a warm one too."""
+    folder = tmp_path_factory.mktemp("first")
+    (folder / "hello.py").write_text("print('hello')\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(wire.ENV_HOME, str(folder))
+        assert ddpkit.launch(folder / "hello.py", show=False, timeout=120).warm
+
+
+@pytest.fixture(params=["cold", "warm"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs the test twice: with every launch cold, and with every launch warm."""
+    if request.param == "warm":
+        request.getfixturevalue("_zygote")
+    monkeypatch.setenv(wire.ENV_WARM, "1" if request.param == "warm" else "0")
+    return str(request.param)
 
 
 @pytest.fixture

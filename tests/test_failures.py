@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
+from conftest import left_after, process_of
 
 import ddpkit
 from ddpkit import wire
 
-pytestmark = pytest.mark.job
+# Every way to fail, in a job started cold and in one forked from the zygote.
+pytestmark = [pytest.mark.job, pytest.mark.usefixtures("way")]
 
 PREAMBLE = """
 import os, signal, sys, time
@@ -25,7 +26,9 @@ rank = dist.get_rank()
 
 
 def launch(path: str, **options: object) -> ddpkit.Run:
-    return ddpkit.launch(path, show=False, **{"timeout": 120, **options})
+    run = ddpkit.launch(path, show=False, **{"timeout": 120, **options})
+    assert run.warm == (os.environ[wire.ENV_WARM] == "1"), run.started
+    return run
 
 
 def wait_for_line(run: ddpkit.Run, text: str, ranks: int = 2) -> None:
@@ -233,29 +236,21 @@ def test_ctrl_c_gives_control_back(script: Callable[..., str]) -> None:
 def test_a_killed_agent_takes_its_ranks_along(script: Callable[..., str]) -> None:
     run = launch(script(BLOCKED), wait=False)
     wait_for_line(run, "ready")
-    agent = psutil.Process(run.ranks[0].pid).parent().parent()
-    assert "torch.distributed.run" in agent.cmdline()
-    agent.kill()
+    process_of(run, "torch.distributed.run", without=wire.KEEPER_FILE).kill()
     run.wait(30)
     assert run.state == "failed"
     assert "torchrun itself was killed by SIGKILL" in str(run)
     assert [r.exitcode for r in run.ranks] == [-signal.SIGTERM] * 2
 
 
-@pytest.mark.parametrize("victim", ["rank keeper", "agent keeper"])
+@pytest.mark.parametrize("victim", ["keeper.py rank", "keeper.py agent"])
 def test_a_killed_keeper_leaves_nothing(script: Callable[..., str], victim: str) -> None:
     run = launch(script(BLOCKED), wait=False)
     wait_for_line(run, "ready")
-    rank_keeper = psutil.Process(run.ranks[1].pid).parent()
-    (rank_keeper if victim == "rank keeper" else rank_keeper.parent().parent()).kill()
+    process_of(run, victim).kill()
     run.wait(30)
     assert run.state == "failed"
-    # The proof that no process is left is in the `home` fixture; those of a killed keeper's job end within seconds.
-    until = time.monotonic() + 10
-    from conftest import living
-
-    while living(run.folder) and time.monotonic() < until:
-        time.sleep(0.1)
+    assert not left_after(run.folder, 10)
 
 
 def test_restarts_are_told_apart(script: Callable[..., str]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from conftest import left_after, process_of
 
 import ddpkit
 from ddpkit import wire, zygote
@@ -405,37 +406,24 @@ def wait_for_line(run: ddpkit.Run, text: str) -> None:
         time.sleep(0.02)
 
 
-def find(run: ddpkit.Run, words: str, without: str = "\0") -> psutil.Process:
-    """The process of `run` whose command line holds `words`."""
-    for process in psutil.process_iter():
-        try:
-            line = " ".join(process.cmdline())
-            if words in line and without not in line and process.environ().get(wire.ENV_RUN) == str(run.folder):
-                return process
-        except psutil.Error:
-            continue
-    raise AssertionError(f"no process with {words}")
-
-
 @pytest.fixture
-def blocked(script: Callable[..., str]) -> ddpkit.Run:
+def blocked(script: Callable[..., str], _zygote: None) -> ddpkit.Run:
     """A warm job that hangs in a collective."""
-    path = script(BLOCKED)
     launch(script("print('hello')", "hello.py"))
-    run = launch(path, wait=False)
+    run = launch(script(BLOCKED), wait=False)
     wait_for_line(run, "ready")
     assert run.warm, run.started
     return run
 
 
 def test_a_killed_client_ends_its_rank_and_the_job(blocked: ddpkit.Run) -> None:
-    find(blocked, wire.CLIENT_FILE).kill()
+    process_of(blocked, wire.CLIENT_FILE).kill()
     assert blocked.wait(30).state == "failed"
     assert blocked.culprit is None or isinstance(blocked.culprit, int)
 
 
 def test_a_killed_agent_ends_the_job(blocked: ddpkit.Run) -> None:
-    find(blocked, "torch.distributed.run", without=wire.KEEPER_FILE).kill()
+    process_of(blocked, "torch.distributed.run", without=wire.KEEPER_FILE).kill()
     assert blocked.wait(30).state == "failed"
     assert "torchrun itself was killed by SIGKILL" in str(blocked)
     assert [r.exitcode for r in blocked.ranks] == [-signal.SIGTERM] * 2
@@ -443,13 +431,9 @@ def test_a_killed_agent_ends_the_job(blocked: ddpkit.Run) -> None:
 
 @pytest.mark.parametrize("victim", ["keeper.py agent", "keeper.py rank"])
 def test_a_killed_keeper_ends_the_job(blocked: ddpkit.Run, victim: str) -> None:
-    find(blocked, victim).kill()
+    process_of(blocked, victim).kill()
     assert blocked.wait(30).state == "failed"
-    until = time.monotonic() + 10
-    from conftest import living
-
-    while living(blocked.folder) and time.monotonic() < until:
-        time.sleep(0.05)
+    assert not left_after(blocked.folder, 10)
 
 
 def test_a_killed_rank_is_named(blocked: ddpkit.Run) -> None:
