@@ -115,8 +115,8 @@ ABOUT_WAYS = """\
 Seconds from the launching call in a cell of a Jupyter kernel to the earliest rank's first printed line (before its
 `import torch`), to the process group of every rank (gloo, after a first all_reduce), and to the call's return; and the
 CPU seconds of the whole machine. Each cell of a table is a median and, in brackets, the least and the most. The ways
-took turns, and their kernels had launched once before. accelerate's `notebook_launcher` forks its ranks from a kernel
-that has imported torch."""
+took turns, and their kernels had launched once before. accelerate's `notebook_launcher`, where it was measured, forks
+its ranks from a kernel that has imported torch."""
 ABOUT_GROWTH = """\
 ## More ranks
 
@@ -144,7 +144,7 @@ def kernel(
     """A fresh ipykernel of the environment of `python`, which imports ddpkit from this repository."""
     manager = KernelManager(kernel_name="python3")
     manager.kernel_spec.argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    around = os.environ | {"PYTHONPATH": str(ROOT)} | (env or {})
+    around = os.environ | {"PYTHONPATH": str(ROOT), **(env or {})}
     manager.start_kernel(cwd=str(cwd), env=around, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     client = manager.blocking_client()
     client.start_channels()
@@ -251,7 +251,7 @@ def launches(home: Path, rounds: int, accelerate_python: str | None) -> Launches
 
 def first_launches(home: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
     """The first launch of a fresh kernel in seconds, by event and then by whether a warm start was allowed."""
-    events = {"process group up": ("job_plain.py", "UP"), "first DDP step done": ("job_step.py", "STEP")}
+    events = {UP: ("job_plain.py", "UP"), "first DDP step done": ("job_step.py", "STEP")}
     found: dict[str, dict[str, list[float]]] = {event: {way: [] for way in FIRST_LAUNCH} for event in events}
     for n in range(rounds):
         for event, (script, mark) in events.items():

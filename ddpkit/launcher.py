@@ -387,8 +387,16 @@ def _made(runs: Path, name: str) -> Path:
 
 
 def _prune(runs: Path) -> None:
-    """Delete the oldest finished runs above the cap."""
+    """Delete the oldest runs above the cap, of those that are over."""
     kept = int(os.environ.get(wire.ENV_KEEP_RUNS, DEFAULT_KEPT_RUNS))
-    finished = sorted(p.parent for p in runs.glob(f"*/{wire.END}"))
-    for folder in finished[: max(0, len(finished) - kept + 1)]:
+    over = sorted(folder for folder in runs.iterdir() if _is_over(folder))
+    for folder in over[: max(0, len(over) - kept + 1)]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_over(folder: Path) -> bool:
+    """Whether the run has come to its end, or the process that launched it has gone without a word."""
+    if (folder / wire.END).exists():
+        return True
+    launched_by = (wire.read_record(folder / wire.JOB) or {}).get("launched_by")
+    return launched_by is not None and not Path(f"/proc/{launched_by}").exists()
