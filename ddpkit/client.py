@@ -44,6 +44,8 @@ class Connection:
 
     def __init__(self, socket: Socket) -> None:
         self.socket = socket
+        # A keeper that is killed says nothing.
+        self.status: int = signal.SIGKILL
 
     @classmethod
     def to(cls, path: str) -> Connection:
@@ -153,12 +155,11 @@ def ending(connection: Connection) -> int:
     Raises:
         TimeoutError: it is still there.
     """
-    status = 9
     try:
         while True:
-            status, _ = connection.receive()
+            connection.status, _ = connection.receive()
     except (EOFError, ConnectionError):
-        return status
+        return connection.status
 
 
 def end_like(status: int) -> None:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -60,6 +61,14 @@ def born(pid: int) -> bytes | None:
     except OSError:
         return None
     return None if state in (b"Z", b"X") else rest[18]
+
+
+class Forked(BaseException):
+    """Carries a fresh process out of all frames of the one it was forked from; whoever forks for good catches it."""
+
+    def __init__(self, become: Callable[[], NoReturn]) -> None:
+        super().__init__()
+        self.become = become
 
 
 class Keeper:
@@ -108,6 +117,8 @@ class Keeper:
                 os._exit(1)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             self.become()
+        except Forked:
+            raise
         except BaseException as error:
             print(f"ddpkit: this process could not be started: {error}", file=sys.stderr, flush=True)
         os._exit(127)

@@ -101,7 +101,7 @@ class Run:
         if why := self._spec.get("cold_because", "started by an older ddpkit"):
             return why
         cold = [r.rank for r in self.ranks if r.warm is False]
-        return f"the warm process was gone when rank {cold[0]} started" if cold else ""
+        return f"rank {cold[0]} could not be forked from the warm process" if cold else ""
 
     @property
     def started(self) -> str:

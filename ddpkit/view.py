@@ -163,7 +163,7 @@ class RunView(anywidget.AnyWidget):
         """The job starts: its name goes out, the clock runs."""
         self._stop, self._start_ns = stop, time.time_ns()
         self._lanes = {rank: Lane() for rank in range(run.nproc)}
-        about = {"name": run.name, "nproc": run.nproc, "facts": run.facts, "command": run.command}
+        about = {"name": run.name, "nproc": run.nproc, "facts": f"{run.facts} · {run.started}", "command": run.command}
         self._keep("job", {**about, "hears": self._hears_clicks})
         self._clock = threading.Thread(target=self._run_clock, name=f"ddpkit shows {run.name}", daemon=True)
         self._clock.start()

@@ -474,7 +474,7 @@ def test_ranks_start_cold_where_the_zygote_has_died_since(script: Callable[..., 
     (home / "go").write_text("")
     assert run.wait(60).ok, str(run)
     assert all(r.warm for r in run.attempts[0])
-    assert run.started == "started cold: the warm process was gone when rank 0 started"
+    assert run.started == "started cold: rank 0 could not be forked from the warm process"
 
 
 # The zygote itself.

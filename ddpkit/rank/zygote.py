@@ -18,7 +18,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import inspect
 import math
 import multiprocessing.process
 import resource
@@ -30,7 +29,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -139,8 +138,10 @@ class Zygote:
             self.keepers.add(pid)
             return False
         finally:
+            # In the forked process, on its way out of here, they are closed already.
             for fd in fds:
-                os.close(fd)
+                with contextlib.suppress(OSError):
+                    os.close(fd)
 
     def _why_not(self, request: Mapping[str, Any]) -> tuple[str, bool]:
         """Why the job of `request` is not forked here, "" where it is; and whether a new zygote would fork it."""
@@ -165,9 +166,8 @@ class Zygote:
 
     def _shadowed(self, folders: Sequence[str]) -> str:
         """Which file in `folders` would be imported in place of a module that is loaded already."""
-        loaded = (
-            {name for name in sys.modules if "." not in name} - {"__main__", "ddpkit"} - {*sys.builtin_module_names}
-        )
+        loaded = {name.partition(".")[0] for name in (*sys.modules, *NEEDED_BY_MANY)}
+        loaded -= {"__main__", "ddpkit", *sys.builtin_module_names}
         for folder in folders:
             for name in sorted((loaded | {"sitecustomize", "usercustomize"}) & _modules_in(folder)):
                 return f"{folder} has a module {name}, which would take the place of one that is loaded already"
@@ -212,8 +212,6 @@ def be_fit_to_fork() -> None:
     Raises:
         RuntimeError: it is not fit.
     """
-    # torchrun's rendezvous asks for its callers' names; with thousands of modules the first such question takes 0.5 s.
-    inspect.stack()
     _forget_warnings()
     gc.collect()
     gc.freeze()
@@ -247,15 +245,23 @@ def _keep(connection: Connection, request: dict[str, Any], fds: list[int], base_
         connection.send(os.getpid())
         owner, arguments = connection.peer()[0], request["arguments"]
         if request["what"] == "agent":
-            status = keeper.keep_agent(lambda: _be_agent(arguments, base_path), owner)
+            status = keeper.keep_agent(lambda: _leave_for(_be_agent, arguments, base_path), owner)
         else:
-            status = keeper.keep_rank(lambda: _be_rank(arguments, base_path), owner)
+            status = keeper.keep_rank(lambda: _leave_for(_be_rank, arguments, base_path), owner)
         connection.send(status)
         os._exit(0)
+    except keeper.Forked:
+        raise
     except BaseException as error:
         print(f"ddpkit: a warm process could not be kept: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    finally:
         os._exit(1)
+
+
+def _leave_for(
+    being: Callable[[list[str], list[str]], NoReturn], arguments: list[str], base_path: list[str]
+) -> NoReturn:
+    """Be it outside of all of the zygote's frames, which nobody wants to see in a rank's stack."""
+    raise keeper.Forked(lambda: being(arguments, base_path))
 
 
 def _take_on(request: Mapping[str, Any], fds: Sequence[int], connection: Connection) -> None:
@@ -283,20 +289,23 @@ def _be_agent(command: list[str], base_path: list[str]) -> NoReturn:
     """Run torchrun's own main, as `python -m torch.distributed.run ...` does."""
     arguments = command[command.index("-m") + 1 :]
     _be_fresh(command, [os.getcwd(), *_import_folders(os.environ), *base_path])
-    _do_not_wait_for_other_hosts()
+    _hurry_the_rendezvous()
     sys.argv = arguments
     bootstrap.leave(bootstrap.run(arguments[0], as_module=True))
 
 
-def _do_not_wait_for_other_hosts() -> None:
-    """Leave out the up to 0.3 s that torchrun's rendezvous sleeps so that hosts do not all ask at once, where there is one.
+def _hurry_the_rendezvous() -> None:
+    """Spare an agent that has this host to itself what only many hosts need, and what only a small process can afford.
 
-    Later pauses, a number of seconds instead of a range, are kept.
+    The first is a random pause of up to 0.3 s, so that hosts do not all ask at once; later pauses, a number of seconds
+    instead of a range, are kept. The second is `inspect.stack()`, which looks through every module that is loaded, 18
+    times, for the names in log lines.
     """
+    rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    pause = getattr(rendezvous, "_delay", time.sleep)
     if "--standalone" in sys.orig_argv:
-        rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
-        pause = rendezvous._delay
         rendezvous._delay = lambda seconds: None if isinstance(seconds, tuple) else pause(seconds)
+    rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def _be_rank(arguments: list[str], base_path: list[str]) -> NoReturn:
@@ -405,4 +414,10 @@ def main(listening_fd: int, owner: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    become: Callable[[], NoReturn] | None = None
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    except keeper.Forked as forked:
+        become = forked.become
+    if become:
+        become()
