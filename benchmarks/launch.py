@@ -1,6 +1,6 @@
 """From pressing Run to a process group: `ddpkit.launch` warm and cold, beside `!torchrun` and accelerate, in one run.
 
-    python benchmarks/launch.py [--rounds 7] [--accelerate-python PATH] [--first] [--memory] [--write]
+    python benchmarks/launch.py [--rounds 7] [--accelerate-python PATH] [--first] [--memory] [--preload] [--write]
 
 Every launch is a cell of a real Jupyter kernel that stays for the whole run, as a learner's does. The clock starts in
 the kernel just before the launching call. Each rank prints the time as its script's first line, before torch is
@@ -16,7 +16,8 @@ CPU is what the whole machine was busy, by /proc/stat, while the cell ran: it co
 else ran meanwhile. So measure on a machine that is otherwise quiet; how busy it was just before the run is told as well.
 
 `--first` measures the first launch of a fresh kernel as well, which has to wait for the warm process to import torch;
-`--memory` what the warm process and a rank keep for themselves; `--write` makes docs/launch.md and docs/launch.png.
+`--memory` what the warm process and a rank keep for themselves, `--preload` what each module that the warm process
+imports costs, beside some that it leaves to the scripts that want them; `--write` makes docs/launch.md and docs/launch.png.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from typing import Any
 
 from jupyter_client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+
+from ddpkit.rank.zygote import NEEDED_BY_ALL, NEEDED_BY_MANY
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "launch.md"
@@ -132,6 +135,24 @@ ABOUT_MEMORY = """\
 What a process keeps for itself, by /proc: its private dirty pages, its private clean pages (of files that no other
 process has mapped), and the sum of both, which would be free again if it ended alone. The warm process has no job; the
 ranks are those of a job of 2 that has done one small DDP step."""
+
+ABOUT_PRELOAD = """\
+## What is preloaded
+
+Seconds and private dirty MiB that each import adds, in this order, in a fresh process. "At once" is what torchrun and every
+rank need, "later" what an ordinary DDP script imports on its way, once nobody asks for anything (DDP's constructor
+brings in `torch._dynamo`); the rest is left to the scripts that want it."""
+LEFT_OUT = ("torch.distributed.optim", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._inductor")
+IMPORTING = """
+import importlib, re, sys, time
+def private_mib():
+    with open("/proc/self/smaps_rollup") as file:
+        return int(re.search(r"Private_Dirty: +([0-9]+)", file.read())[1]) / 1024
+for name in sys.argv[1:]:
+    began, before = time.monotonic(), private_mib()
+    importlib.import_module(name)
+    print(name, time.monotonic() - began, private_mib() - before)
+"""
 
 # Values in seconds: by way and number of ranks, then by figure.
 Launches = dict[tuple[str, int], dict[str, list[float]]]
@@ -289,6 +310,19 @@ def memory(home: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
     return found
 
 
+def imports(rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds and MiB that each module adds, by round."""
+    names = (*NEEDED_BY_ALL, *NEEDED_BY_MANY, *LEFT_OUT)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for _ in range(rounds):
+        command = [sys.executable, "-c", IMPORTING, *names]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        for line in done.stdout.splitlines():
+            name, took_s, mib = line.split()
+            found[name].append((float(took_s), float(mib)))
+    return found
+
+
 # What is told of it.
 
 
@@ -363,6 +397,16 @@ def told_memory(found: Mapping[str, list[dict[str, float]]]) -> str:
         for what, values in found.items()
     ]
     return table(head, rows)
+
+
+def told_preload(found: Mapping[str, list[tuple[float, float]]]) -> str:
+    """The table of imports."""
+    when = {**dict.fromkeys(NEEDED_BY_ALL, "at once"), **dict.fromkeys(NEEDED_BY_MANY, "later")}
+    rows = [
+        [f"`{name}`", spread([s for s, _ in each]), spread([mib for _, mib in each], 0), when.get(name, "not")]
+        for name, each in found.items()
+    ]
+    return table(["module", "seconds", "MiB", "preloaded"], rows)
 
 
 def draw(found: Launches) -> None:
@@ -440,6 +484,7 @@ def main() -> None:
     options.add_argument("--accelerate-python", default=sys.executable, metavar="PATH")
     options.add_argument("--first", action="store_true")
     options.add_argument("--memory", action="store_true")
+    options.add_argument("--preload", action="store_true")
     options.add_argument("--write", action="store_true")
     asked = options.parse_args()
     accelerate = accelerate_version(asked.accelerate_python)
@@ -455,6 +500,8 @@ def main() -> None:
             parts += [ABOUT_FIRST, told_first(first_launches(home, asked.rounds))]
         if asked.memory:
             parts += [ABOUT_MEMORY, told_memory(memory(home, asked.rounds))]
+        if asked.preload:
+            parts += [ABOUT_PRELOAD, told_preload(imports(asked.rounds))]
     print("\n\n".join(parts))
     if asked.write:
         PAGE.write_text("\n\n".join(parts) + "\n")

@@ -34,6 +34,7 @@ def run(
     max_restarts: Annotated[int, typer.Option(help="How often torchrun starts the ranks anew.")] = 0,
     module: Annotated[bool, typer.Option("--module", "-m", help="The target is a module.")] = False,
     name: Annotated[str | None, typer.Option(help="What the run is called.")] = None,
+    warm: Annotated[bool, typer.Option(help="Fork the job from one process that imports torch.")] = True,
 ) -> None:
     """Start TARGET as a torchrun job on this machine, stream each rank's output, and say what happened.
 
@@ -51,6 +52,7 @@ def run(
         stop_on_stall=stop_on_stall,
         max_restarts=max_restarts,
         name=name,
+        warm=warm,
     )
     raise typer.Exit(EXIT_CODES.get(ended.state, 1))
 

@@ -42,6 +42,7 @@ def parser() -> MagicParser:
     for flag, words in (
         ("stop-on-stall", "end the job at the first stall"),
         ("no-wait", "return at once with a live Run"),
+        ("no-warm", "start every process anew"),
         ("check", "raise JobFailed unless the job passes"),
         ("no-reveal", "keep the verdict back"),
         ("quiet", "show nothing"),
@@ -76,6 +77,7 @@ def torchrun(line: str, cell: str, namespace: dict[str, Any]) -> None:
         max_restarts=asked.max_restarts,
         torchrun=_passed_through(asked),
         reveal=not asked.no_reveal,
+        warm=not asked.no_warm,
     )
     name = asked.bind or "cell"
     show: bool | str = False if asked.quiet else "text" if asked.text else True

@@ -5,6 +5,7 @@ The process itself is `rank/zygote.py`; what is said between the two is in `clie
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -23,7 +24,7 @@ from .client import Connection, Declined, ask, circumstances, ending
 PROGRAM = Path(__file__).parent / "rank" / "zygote.py"
 # A start that has not ended after this long is not waited for any longer. It imports torch once, a cold job twice in
 # turn, so that waiting is the shorter way on a machine of any speed.
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0
 # With one thread of OpenBLAS there is one thread in all; asking NVML rather than CUDA for GPUs leaves CUDA untouched.
 RECIPE = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 ROOM_BYTES = 32 * 1024
@@ -53,6 +54,7 @@ class Zygote:
             self._process = self._start(listener.fileno(), env)
         self._burying = threading.Thread(target=self._bury, name="ddpkit waits for its zygote", daemon=True)
         self._burying.start()
+        atexit.register(self.end)
 
     def _start(self, listening_fd: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-u", str(PROGRAM), str(listening_fd), str(self.kernel), str(self.folder)]
@@ -87,9 +89,11 @@ class Zygote:
         return self.kernel == os.getpid() and self._process.poll() is None
 
     def end(self) -> None:
-        """End it; jobs that it has forked go on."""
-        self._process.terminate()
-        self._burying.join(END_WITHIN_S)
+        """End it, if it is this process's own; jobs that it has forked go on."""
+        atexit.unregister(self.end)
+        if self.kernel == os.getpid():
+            self._process.terminate()
+            self._burying.join(END_WITHIN_S)
 
 
 class ForkedKeeper:
@@ -222,8 +226,8 @@ def _retire(zygote: Zygote) -> None:
     if zygote is not _current:
         return
     _current = None
+    zygote.end()
     if zygote.kernel == os.getpid():
-        zygote.end()
         _failed = 0 if zygote.served else _failed + 1
         _last_words = zygote.last_words
 

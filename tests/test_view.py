@@ -45,6 +45,7 @@ class FakeRun:
     nproc: int = 2
     command: str = "torchrun --nproc-per-node 2 broken.py"
     facts: str = "2 ranks · gloo on CPU"
+    started: str = "started warm"
     state: str = "running"
     revealed: bool = True
     verdict: FakeVerdict = field(default_factory=FakeVerdict)

@@ -343,6 +343,8 @@ def test_a_cell_that_bears_the_name_of_a_module_does_not_take_its_place(home: Pa
     torchrun("--as random --quiet --timeout 120", "import random; print(random.randint(1, 1))", bound)
     assert bound["random"].ok, str(bound["random"])
     assert bound["random"].warm, bound["random"].started
+    torchrun("--as random --quiet --timeout 120 --no-warm", "import random; print(random.randint(1, 1))", bound)
+    assert bound["random"].started == "started cold: warm=False"
 
 
 def test_warm_start_can_be_turned_off_for_all(script: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

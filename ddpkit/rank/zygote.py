@@ -38,7 +38,7 @@ from ddpkit import keeper, wire
 from ddpkit.client import PATIENCE_S, READY, Connection
 from ddpkit.rank import bootstrap, observe
 
-# Chosen by measurement (docs/warm-start.md): what torchrun's agent and every rank import, and then, while nobody asks
+# Chosen by measurement (docs/launch.md): what torchrun's agent and every rank import, and then, while nobody asks
 # for anything, what an ordinary DDP script imports on its way. DDP's constructor alone imports torch._dynamo, a second.
 NEEDED_BY_ALL = (
     "torch",
