@@ -531,6 +531,16 @@ def test_the_zygote_dies_with_its_kernel_and_not_before(script: Callable[..., st
     assert not Path(folder).exists()
 
 
+def test_a_process_that_ends_takes_its_zygote_along_at_once(script: Callable[..., str]) -> None:
+    script("print('hello')", "hello.py")
+    with in_a_kernel(LAUNCH) as kernel:
+        assert kernel.stdout is not None and kernel.stdin is not None
+        pid = int(kernel.stdout.readline().split()[1])
+        kernel.stdin.close()
+        kernel.wait(30)
+        assert not psutil.pid_exists(pid)
+
+
 def test_an_idle_zygote_ends_and_the_next_launch_starts_another(script: Callable[..., str]) -> None:
     script("print('hello')", "hello.py")
     code = LAUNCH + "zygote._current._process.wait()\n" + LAUNCH
