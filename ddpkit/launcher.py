@@ -176,6 +176,7 @@ def start(target: Target, options: Options, *, wait: bool = True, check: bool = 
             env | _torchrun_settings(folder),
             "" if options.warm else "warm=False",
             target.imports_from(folder),
+            target.variables(),
             _base_environment(),
             zygote.PATIENCE_S if wait else 0,
         ),

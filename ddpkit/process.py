@@ -26,14 +26,15 @@ BALLAST_BYTES = 256 * 1024
 class Start:
     """How a job's agent is to be started: torchrun's command line in `env`, warm unless `cold_because` says why not.
 
-    `folders` are those the job imports from, `base_env` is what a new zygote would start with, and `patience_s` how
-    long one that is still importing torch is waited for.
+    `folders` are those the job imports from, `variables` those it may set before it imports torch, `base_env` is what a
+    new zygote would start with, and `patience_s` how long one that is still importing torch is waited for.
     """
 
     command: Sequence[str]
     env: Mapping[str, str]
     cold_because: str
     folders: Sequence[str] = ()
+    variables: Sequence[str] = ()
     base_env: Mapping[str, str] = field(default_factory=dict)
     patience_s: float = 0.0
 
@@ -58,11 +59,11 @@ class Job:
         self.ended, self.over = threading.Event(), threading.Event()
         self.end: dict[str, Any] = {"reason": "", "notes": []}
         self.cold_because = start.cold_because
-        self.started = time.monotonic()
         self._lock = threading.Lock()
         self._write_rank_python()
         with open(folder / wire.AGENT_LOG, "wb") as log:
             self._keeper = self._start_warm(start, log.fileno()) or _start_cold(start, log.fileno())
+        self.started = time.monotonic()
 
     def _write_rank_python(self) -> None:
         """The executable that torchrun starts in place of a rank's python, by way of PYTHON_EXEC."""
@@ -86,7 +87,7 @@ class Job:
         if self.cold_because:
             return None
         try:
-            agent = zygote.Agent(start.command, start.env, start.folders, log)
+            agent = zygote.Agent(start.command, start.env, start.folders, start.variables, log)
             return zygote.fork_agent(agent, start.base_env, start.patience_s)
         except zygote.Declined as declined:
             self.cold_because = str(declined)

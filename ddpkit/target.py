@@ -37,6 +37,7 @@ class Target:
     """What torchrun is to start: `command` follows torchrun's own options; `files` go into the run folder first.
 
     A `command` entry that starts with "{folder}" lies in the run folder. `path_folder` goes to the front of PYTHONPATH.
+    `source` is the program, or the pickled function, to be looked at.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Target:
     files: Mapping[str, bytes] = field(default_factory=dict)
     path_folder: str | None = None
     notes: tuple[str, ...] = ()
+    source: bytes = b""
 
     def write(self, folder: Path) -> list[str]:
         """Put the files into the run folder; returns the command with its paths filled in."""
@@ -59,6 +61,11 @@ class Target:
             if first == "-m"
             else [os.getcwd(), os.path.dirname(first.replace("{folder}", str(folder), 1))]
         )
+
+    def variables(self) -> list[str]:
+        """What looks like a name of an environment variable in a program that may set some before it imports torch."""
+        sets_some = b"environ" in self.source or b"putenv" in self.source
+        return sorted({n.decode() for n in re.findall(rb"[A-Z]+_[A-Z0-9_]+", self.source)}) if sets_some else []
 
 
 def resolve(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Target:
@@ -92,30 +99,33 @@ def of_script(path: Path, args: Sequence[str]) -> Target:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
         hint = f"did you mean {near[0]}?" if near else "check the path; it counts from there."
         raise LaunchError(f"launch: there is no script {path} in {Path.cwd()}; {hint}")
-    return Target(path.stem, (str(path.resolve()), *args), {f"script-{path.name}": path.read_bytes()})
+    source = path.read_bytes()
+    return Target(path.stem, (str(path.resolve()), *args), {f"script-{path.name}": source}, source=source)
 
 
 def of_module(name: str, args: Sequence[str]) -> Target:
     """The module `name`, as `python -m` would find it; it is looked for without being imported."""
-    if not _find_module(name):
+    spec = _find_module(name)
+    if spec is None:
         raise LaunchError(
             f"launch: no module {name!r} can be found from {Path.cwd()}; give a script's path (train.py), "
             "a module that python -m would find, or a function."
         )
-    return Target(name.rsplit(".", 1)[-1], ("-m", name, *args))
+    source = Path(spec.origin).read_bytes() if spec.has_location and spec.origin else b""
+    return Target(name.rsplit(".", 1)[-1], ("-m", name, *args), source=source)
 
 
-def _find_module(name: str) -> bool:
+def _find_module(name: str) -> importlib.machinery.ModuleSpec | None:
     places: Sequence[str] | None = [os.getcwd(), *sys.path]
     spec = None
     for part in name.split("."):
         if not part.isidentifier() or places is None:
-            return False
+            return None
         spec = importlib.machinery.PathFinder.find_spec(part, list(places))
         if spec is None:
-            return False
+            return None
         places = list(spec.submodule_search_locations) if spec.submodule_search_locations else None
-    return spec is not None
+    return spec
 
 
 def of_cell(text: str, name: str, args: Sequence[str]) -> Target:
@@ -135,7 +145,9 @@ def of_cell(text: str, name: str, args: Sequence[str]) -> Target:
         raise LaunchError(
             f"%%torchrun: line {error.lineno} of the cell does not compile ({error.msg}): {(error.text or '').strip()}"
         ) from None
-    return Target(name, ("{folder}/" + file, *args), {file: text.encode()}, path_folder=os.getcwd())
+    return Target(
+        name, ("{folder}/" + file, *args), {file: text.encode()}, path_folder=os.getcwd(), source=text.encode()
+    )
 
 
 def of_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
@@ -155,6 +167,7 @@ def of_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         },
         path_folder=os.getcwd(),
         notes=_notes_on_size(name, call, function, args, kwargs),
+        source=call,
     )
 
 

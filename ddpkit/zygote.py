@@ -134,11 +134,13 @@ class ForkedKeeper:
 
 @dataclass(frozen=True)
 class Agent:
-    """A torchrun agent to be forked: its command and environment, the folders its job imports from, its output's fd."""
+    """A torchrun agent to be forked: its command and environment, the folders its job imports from, the variables that
+    its ranks may set, and the file descriptor of its output."""
 
     command: Sequence[str]
     env: Mapping[str, str]
     folders: Sequence[str]
+    variables: Sequence[str]
     log: int
 
 
@@ -184,6 +186,7 @@ def _forked(zygote: Zygote, agent: Agent, patience_s: float) -> ForkedKeeper:
         "arguments": list(agent.command),
         "env": {**agent.env, wire.ENV_ZYGOTE: zygote.path},
         "folders": list(agent.folders),
+        "variables": list(agent.variables),
         **circumstances(),
     }
     with open(os.devnull, "rb") as null:

@@ -328,6 +328,56 @@ def test_a_variable_that_comes_too_late_makes_the_launch_cold(
     assert run.ranks[0].stdout.strip() == env[name]
 
 
+SETS = """
+import os
+os.environ["{name}"] = "2"
+import torch
+print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_LOGS", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_program_that_sets_a_variable_before_it_imports_torch_is_cold(script: Callable[..., str], name: str) -> None:
+    run = launch(script(SETS.format(name=name)), env={"TORCH_LOGS": None})
+    assert run.cold_because == f"the program names {name}, which is read when torch is imported"
+
+
+def test_a_function_that_does_so_is_cold_too(home: Path) -> None:
+    def train() -> int:
+        os.environ["OMP_NUM_THREADS"] = "2"
+        import torch
+
+        return torch.get_num_threads()
+
+    run = launch(train)
+    assert run.cold_because == "the program names OMP_NUM_THREADS, which is read when torch is imported"
+    assert set(run.returned.values()) == {min(2, os.cpu_count() or 1)}
+
+
+@pytest.mark.parametrize(
+    "line", ["print(os.environ['TORCHELASTIC_RUN_ID'])", "os.environ['CUDA_VISIBLE_DEVICES'] = '0'"]
+)
+def test_a_program_that_names_what_is_read_later_is_warm(script: Callable[..., str], line: str) -> None:
+    assert launch(script(f"import os\n{line}\n")).warm
+
+
+def test_what_the_kernel_has_changed_since_is_inherited(script: Callable[..., str], _zygote: None) -> None:
+    import resource
+
+    path = script(textwrap.dedent(LOOKS["working directory, mask, limits"]))
+    limits, cores, mask = resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0), os.umask(0o077)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
+        os.sched_setaffinity(0, {min(cores)})
+        cold, warm = both_ways(path)
+    finally:
+        os.umask(mask)
+        os.sched_setaffinity(0, cores)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "0o77" in cold.ranks[0].stdout and "(512," in cold.ranks[0].stdout
+    assert seen(warm) == seen(cold)
+
+
 def test_a_file_that_shadows_a_loaded_module_makes_the_launch_cold(script: Callable[..., str], home: Path) -> None:
     path = script("import sympy; print(sympy.__file__)")
     (home / "sympy.py").write_text("")

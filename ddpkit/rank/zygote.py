@@ -59,12 +59,12 @@ READ_AT_START = (
     *("LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "PYTHON", "TORCH", "PYTORCH", "ATEN_", "KINETO_", "NPY_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_"),
 )
-# Of these, what is read later, or is made good after the fork (`_be_torch_of`).
-IN_TIME = (
+# Of these, what is read later after all, and what is made good between the fork and the script (`_be_torch_of`).
+READ_LATER = (
     *("TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DIST_", "TORCH_HOME"),
-    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG", "PYTORCH_NVML_BASED_CUDA_CHECK"),
-    *("PYTHON_EXEC", "PYTHONPATH", "PYTHONUNBUFFERED"),
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTHON_EXEC", "PYTHONPATH", "PYTHONUNBUFFERED"),
 )
+MADE_GOOD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
 TICK_S = 0.5
 QUIET_S = 2.0
 
@@ -153,12 +153,13 @@ class Zygote:
         """Why the job of `request` would not be the same if it were forked here; "" where it would be."""
         env = request["env"]
         for name in sorted({*env, *self.env}):
-            late = name.startswith(READ_AT_START) and not name.startswith(IN_TIME)
-            if late and env.get(name) != self.env.get(name):
+            if _too_late(name) and name not in MADE_GOOD and env.get(name) != self.env.get(name):
                 return f"{name} is read when Python and torch start"
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             if not env.get(name, "1").isdigit():
                 return f"{name}={env[name]} is read when torch starts"
+        for name in filter(_too_late, request["variables"]):
+            return f"the program names {name}, which is read when torch is imported"
         folders = _import_folders(env)
         if not set(self.folders) <= set(folders):
             return "PYTHONPATH lacks a folder that the warm process may have imported from"
@@ -172,6 +173,11 @@ class Zygote:
             for name in sorted((loaded | {"sitecustomize", "usercustomize"}) & _modules_in(folder)):
                 return f"{folder} has a module {name}, which would take the place of one that is loaded already"
         return ""
+
+
+def _too_late(name: str) -> bool:
+    """Whether a process that has imported torch has read the variable `name` already."""
+    return name.startswith(READ_AT_START) and not name.startswith(READ_LATER)
 
 
 def _modules_in(folder: str) -> set[str]:
