@@ -377,14 +377,16 @@ def _new_run_folder(name: str) -> Path:
 
 
 def _made(runs: Path, name: str) -> Path:
-    """A folder nobody else has, named by the time and the job."""
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^0-9A-Za-z_.-]+', '_', name)[:40]}"
-    for number in range(1000):
-        folder = runs / (stem if number == 0 else f"{stem}-{number + 1}")
+    """A folder nobody else has, named by the millisecond and the job: in the order of their names the oldest comes first."""
+    job = re.sub(r"[^0-9A-Za-z_.-]+", "_", name)[:40]
+    while True:
+        now_ms = time.time_ns() // 1_000_000
+        moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_ms // 1000))
+        folder = runs / f"{moment}-{now_ms % 1000:03d}-{job}"
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             return folder
-    raise FileExistsError(17, "a thousand runs of this name in one second", str(runs / stem))
+        time.sleep(0.001)
 
 
 def _prune(runs: Path) -> None:
