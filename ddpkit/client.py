@@ -1,15 +1,14 @@
 """Asks the zygote for a process, and stands in for a warm rank at torchrun's side.
 
-torchrun starts `python -I -S client.py SOCKET ...` by way of PYTHON_EXEC: the zygote (`rank/zygote.py`) forks the rank
-under a keeper, and this process passes signals on to that keeper and ends as the rank ended. `zygote.py` asks for the
-agent in the same words. Where no zygote answers, this process becomes the cold keeper, and the rank starts all the same.
-Only modules that are built into Python are imported: every rank of every job waits for them.
+torchrun starts it by way of PYTHON_EXEC: the zygote (`rank/zygote.py`) forks the rank under a keeper, and this process
+passes signals on to that keeper and ends as the rank ended. `zygote.py` asks for the agent in the same words. Where no
+zygote answers, this process becomes the cold keeper, and the rank starts all the same. As little as possible is imported,
+and this file itself by name, so that it is compiled once: every rank of every job waits for it.
 """
 
 from __future__ import annotations
 
 import _signal as signal  # type: ignore[import-not-found]
-import array
 import marshal
 import os
 import sys
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 READY = b"\x01"
-LENGTH_BYTES = 4
+LENGTH_BYTES = INT_BYTES = 4
 PATIENCE_S = 5.0
 TICK_S = 0.2
 
@@ -62,7 +61,9 @@ class Connection:
         """Send one message; `fds` are open in the receiving process too."""
         data = marshal.dumps(message)
         data = len(data).to_bytes(LENGTH_BYTES, "big") + data
-        rights = [(SOL_SOCKET, SCM_RIGHTS, array.array("i", fds))] if fds else []
+        rights = (
+            [(SOL_SOCKET, SCM_RIGHTS, b"".join(fd.to_bytes(INT_BYTES, sys.byteorder) for fd in fds))] if fds else []
+        )
         sent = self.socket.sendmsg([data], rights)
         while sent < len(data):
             sent += self.socket.send(data[sent:])
@@ -74,15 +75,15 @@ class Connection:
             EOFError: the other side has gone.
             TimeoutError: nothing came within the socket's time limit.
         """
-        fds = array.array("i")
+        fds: list[int] = []
         head, ancillary, *_ = self.socket.recvmsg(LENGTH_BYTES, 16 + 16 * most_fds)
         for _level, kind, data in ancillary:
             if kind == SCM_RIGHTS:
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                fds += _integers(data)
         head += self._exactly(LENGTH_BYTES - len(head)) if head else b""
         if not head:
             raise EOFError
-        return marshal.loads(self._exactly(int.from_bytes(head, "big"))), list(fds)
+        return marshal.loads(self._exactly(int.from_bytes(head, "big"))), fds
 
     def _exactly(self, size: int) -> bytes:
         parts = bytearray()
@@ -95,13 +96,18 @@ class Connection:
 
     def peer(self) -> tuple[int, int]:
         """(pid, uid) of the process at the other end, as the kernel knows it."""
-        found = array.array("i")
-        found.frombytes(self.socket.getsockopt(SOL_SOCKET, SO_PEERCRED, 3 * found.itemsize))
-        return found[0], found[1]
+        pid, uid, _gid = _integers(self.socket.getsockopt(SOL_SOCKET, SO_PEERCRED, 3 * INT_BYTES))
+        return pid, uid
 
     def close(self) -> None:
         """Close this side."""
         self.socket.close()
+
+
+def _integers(data: bytes) -> list[int]:
+    """C integers, as the kernel hands them over."""
+    whole = range(0, len(data) - INT_BYTES + 1, INT_BYTES)
+    return [int.from_bytes(data[at : at + INT_BYTES], sys.byteorder) for at in whole]
 
 
 def ask(connection: Connection, request: dict[str, Any], fds: Iterable[int], patience_s: float) -> int:
@@ -124,29 +130,6 @@ def ask(connection: Connection, request: dict[str, Any], fds: Iterable[int], pat
     if isinstance(answer, int):
         return answer
     raise Declined(*answer)
-
-
-def circumstances() -> dict[str, Any]:
-    """What a forked process cannot inherit from the one that asks: working directory, mask, limits, cores, niceness."""
-    import resource
-
-    limits = {getattr(resource, n) for n in dir(resource) if n.startswith("RLIMIT_")}
-    return {
-        "cwd": os.getcwd(),
-        "umask": _umask(),
-        "limits": {number: resource.getrlimit(number) for number in limits},
-        "cores": list(os.sched_getaffinity(0)),
-        "nice": os.getpriority(os.PRIO_PROCESS, 0),
-    }
-
-
-def _umask() -> int:
-    """Read without being set, as `os.umask` would for a moment in every thread."""
-    with open("/proc/self/status", "rb") as status:
-        for line in status:
-            if line.startswith(b"Umask:"):
-                return int(line.split()[1], 8)
-    return 0o022
 
 
 def ending(connection: Connection) -> int:
@@ -191,11 +174,11 @@ def passing_on(pid: int) -> Callable[[int, object], None]:
     return handler
 
 
-def main(path: str, arguments: list[str]) -> int:
+def _wait_for_rank(path: str, arguments: list[str]) -> int:
     """Have a rank forked for `arguments` and wait for its end; its wait status."""
     agent = os.getppid()
     connection = Connection.to(path)
-    request = {"what": "rank", "arguments": arguments, "env": dict(os.environ), **circumstances()}
+    request = {"what": "rank", "arguments": arguments, "env": dict(os.environ)}
     keeper = ask(connection, request, (0, 1, 2), PATIENCE_S)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, passing_on(keeper))
@@ -210,10 +193,11 @@ def main(path: str, arguments: list[str]) -> int:
                 return signal.SIGKILL
 
 
-if __name__ == "__main__":
+def stand_in(path: str, *arguments: str) -> None:
+    """Be what torchrun takes for the rank; never returns."""
     try:
-        status = main(sys.argv[1], sys.argv[2:])
+        status = _wait_for_rank(path, list(arguments))
     except (OSError, Declined):
         keeper = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper.py")
-        os.execv(sys.executable, [sys.executable, "-I", "-S", keeper, "rank", *sys.argv[2:]])
+        os.execv(sys.executable, [sys.executable, "-I", "-S", keeper, "rank", *arguments])
     end_like(status)

@@ -18,7 +18,6 @@ from . import wire, zygote
 from .errors import LaunchError
 
 KEEPER = Path(__file__).with_name(wire.KEEPER_FILE)
-CLIENT = Path(__file__).with_name(wire.CLIENT_FILE)
 BALLAST_BYTES = 256 * 1024
 
 
@@ -71,7 +70,7 @@ class Job:
         python = f'exec "{sys.executable}" -I -S'
         shim.write_text(
             "#!/bin/sh\n"
-            f'[ "${wire.ENV_ZYGOTE}" ] && {python} "{CLIENT}" "${wire.ENV_ZYGOTE}" "$@"\n'
+            f'[ "${wire.ENV_ZYGOTE}" ] && {python} -c \'{wire.CLIENT}\' "{KEEPER.parent}" "${wire.ENV_ZYGOTE}" "$@"\n'
             f'{python} "{KEEPER}" rank "$@"\n',
             encoding="utf-8",
         )

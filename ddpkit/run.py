@@ -331,8 +331,8 @@ class Run:
         for rank in records[-1] if records else ():
             if rank.killed_for.startswith("it ignored"):
                 notes.append(f"rank {rank.rank} {rank.killed_for.removeprefix('it ')} and was ended by SIGKILL.")
-        ours = (wire.KEEPER_FILE, wire.CLIENT_FILE)
-        stubborn = [s for s in agent.get("swept", []) if not any(file in s["command"] for file in ours)]
+        ours = (wire.KEEPER_FILE, wire.CLIENT)
+        stubborn = [s for s in agent.get("swept", []) if not any(program in s["command"] for program in ours)]
         if stubborn and not agent.get("signal"):
             notes.append(f"{len(stubborn)} processes had outlived the job and were ended.")
         return tuple(notes)

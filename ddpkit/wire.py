@@ -35,7 +35,8 @@ AGENT_LOG = "torchrun.log"
 LOGS = "logs"
 RANK_PYTHON = "rank-python"
 KEEPER_FILE = "keeper.py"
-CLIENT_FILE = "client.py"
+# Python's own -c program, not a file: what is imported by name need not be compiled again.
+CLIENT = "import sys; sys.path.insert(0, sys.argv[1]); import client; client.stand_in(*sys.argv[2:])"
 BALLAST = "ballast"
 FUNCTION_SCRIPT = "call_function.py"
 CALL = "call.pkl"
@@ -72,7 +73,7 @@ def own_rank_folder() -> Path | None:
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write `record` as JSON so that a reader sees all of it or nothing.
 
-    On a full disk the ballast that the launcher laid down is given up first: how a rank ended matters more.
+    On a full disk the ballast that `process.py` laid down is given up first: how a rank ended matters more.
     """
     text = json.dumps(record, default=str)
     try:

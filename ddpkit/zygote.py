@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import wire
-from .client import Connection, Declined, ask, circumstances, ending
+from .client import Connection, Declined, ask, ending
 
 PROGRAM = Path(__file__).parent / "rank" / "zygote.py"
 # A start that has not ended after this long is not waited for any longer. It imports torch once, a cold job twice in
@@ -187,7 +187,6 @@ def _forked(zygote: Zygote, agent: Agent, patience_s: float) -> ForkedKeeper:
         "env": {**agent.env, wire.ENV_ZYGOTE: zygote.path},
         "folders": list(agent.folders),
         "variables": list(agent.variables),
-        **circumstances(),
     }
     with open(os.devnull, "rb") as null:
         try:

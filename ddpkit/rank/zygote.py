@@ -2,8 +2,7 @@
 
 `ddpkit/zygote.py` starts one per kernel as `python -u zygote.py LISTENING_FD OWNER_PID FOLDER`. For each request it forks
 a keeper, and the keeper forks the agent or the rank: the same program (`keeper.py`) over the same processes as in a cold
-job, so that a zygote that dies takes no running job along. What is forked first takes on everything that it would have
-had if it had been started: environment, working directory, limits, paths, seeds, and what /proc says of it.
+job. What a fork makes of itself is in `forked.py`; this file preloads, and judges whether a fork would be the same job.
 """
 
 from __future__ import annotations
@@ -19,14 +18,10 @@ import ctypes
 import gc
 import importlib
 import math
-import multiprocessing.process
-import resource
 import select
 import shutil
 import site
 import socket
-import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +31,8 @@ from typing import Any, NoReturn
 
 from ddpkit import keeper, wire
 from ddpkit.client import PATIENCE_S, READY, Connection
-from ddpkit.rank import bootstrap, observe
+from ddpkit.rank import observe
+from ddpkit.rank.forked import Inheritance, import_folders, keep, show_as
 
 # Chosen by measurement (docs/launch.md): what torchrun's agent and every rank import, and then, while nobody asks
 # for anything, what an ordinary DDP script imports on its way. DDP's constructor alone imports torch._dynamo, a second.
@@ -65,6 +61,7 @@ READ_LATER = (
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTHON_EXEC", "PYTHONPATH", "PYTHONUNBUFFERED"),
 )
 MADE_GOOD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
+MADV_DONTNEED = 4
 TICK_S = 0.5
 QUIET_S = 2.0
 
@@ -76,9 +73,10 @@ class Zygote:
         self.owner = keeper.Owner(owner)
         self.idle_s = idle_s
         self.env = dict(os.environ)
-        self.folders = _import_folders(self.env)
-        self.base_path = [p for p in sys.path[1:] if p not in self.folders]
+        self.folders = import_folders(self.env)
+        self.path = [p for p in sys.path[1:] if p not in self.folders]
         self.packages = _changed_ns()
+        self.said = b""
         self.keepers: set[int] = set()
         self.began, self.asked = time.monotonic(), -math.inf
 
@@ -134,7 +132,7 @@ class Zygote:
             pid = os.fork()
             if pid == 0:
                 listener.close()
-                _keep(connection, request, fds, self.base_path)
+                keep(connection, request, fds, Inheritance(self.path, self.said))
             self.keepers.add(pid)
             return False
         finally:
@@ -160,7 +158,7 @@ class Zygote:
                 return f"{name}={env[name]} is read when torch starts"
         for name in filter(_too_late, request["variables"]):
             return f"the program names {name}, which is read when torch is imported"
-        folders = _import_folders(env)
+        folders = import_folders(env)
         if not set(self.folders) <= set(folders):
             return "PYTHONPATH lacks a folder that the warm process may have imported from"
         return self._shadowed([*request["folders"], *(f for f in folders if f not in self.folders)])
@@ -190,12 +188,6 @@ def _modules_in(folder: str) -> set[str]:
     return files | {e.name for e in entries if e.is_dir() and os.path.exists(os.path.join(e.path, "__init__.py"))}
 
 
-def _import_folders(env: Mapping[str, str]) -> list[str]:
-    """PYTHONPATH as Python puts it into `sys.path`."""
-    entries = env.get("PYTHONPATH", "")
-    return list(dict.fromkeys(os.path.abspath(e) for e in entries.split(os.pathsep))) if entries else []
-
-
 def _changed_ns() -> dict[str, int]:
     """When something was last installed into, or removed from, each folder of packages."""
     found = {}
@@ -219,13 +211,28 @@ def be_fit_to_fork() -> None:
         RuntimeError: it is not fit.
     """
     _forget_warnings()
+    sys.path_importer_cache.clear()
     gc.collect()
     gc.freeze()
+    _return_program_pages()
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         raise RuntimeError(f"importing torch left {len(threads)} threads, and a fork would have lost all but one")
     if any(os.path.realpath(f"/proc/self/fd/{fd}").startswith("/dev/nvidia") for fd in os.listdir("/proc/self/fd")):
         raise RuntimeError("importing torch opened a GPU, which no fork can use after that")
+
+
+def _return_program_pages() -> None:
+    """Give back the pages of program text that importing has run through: they are read from the page cache if run again.
+
+    Text only: what the loader has written to in a file's mapping would be lost.
+    """
+    give_back = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, _offset, _device, inode, *_ = line.split()
+        if permissions == "r-xp" and inode != "0":
+            start, end = (int(address, 16) for address in span.split("-"))
+            give_back(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_DONTNEED)
 
 
 def _forget_warnings() -> None:
@@ -234,146 +241,6 @@ def _forget_warnings() -> None:
         if isinstance(module, ModuleType):
             module.__dict__.pop("__warningregistry__", None)
     warnings.onceregistry.clear()  # type: ignore[attr-defined]
-
-
-# From here on, in a forked process.
-
-
-def _keep(connection: Connection, request: dict[str, Any], fds: list[int], base_path: list[str]) -> NoReturn:
-    """Be the keeper of the agent or rank that `request` asks for, and tell its end over `connection`."""
-    try:
-        try:
-            _take_on(request, fds, connection)
-        except OSError as error:
-            connection.send((f"a forked process cannot have the limits of this one ({error})", False))
-            os._exit(1)
-        # Fails where whoever asked has gone meanwhile: then nobody wants this process.
-        connection.send(os.getpid())
-        owner, arguments = connection.peer()[0], request["arguments"]
-        if request["what"] == "agent":
-            status = keeper.keep_agent(lambda: _leave_for(_be_agent, arguments, base_path), owner)
-        else:
-            status = keeper.keep_rank(lambda: _leave_for(_be_rank, arguments, base_path), owner)
-        connection.send(status)
-        os._exit(0)
-    except keeper.Forked:
-        raise
-    except BaseException as error:
-        print(f"ddpkit: a warm process could not be kept: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-
-def _leave_for(
-    being: Callable[[list[str], list[str]], NoReturn], arguments: list[str], base_path: list[str]
-) -> NoReturn:
-    """Be it outside of all of the zygote's frames, which nobody wants to see in a rank's stack."""
-    raise keeper.Forked(lambda: being(arguments, base_path))
-
-
-def _take_on(request: Mapping[str, Any], fds: Sequence[int], connection: Connection) -> None:
-    """Take on what a process started by whoever asks would have inherited."""
-    os.setsid()
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
-    kept = connection.socket.fileno()
-    os.closerange(3, kept)
-    os.closerange(kept + 1, 4096)
-    os.chdir(request["cwd"])
-    os.umask(request["umask"])
-    for number, limits in request["limits"].items():
-        if resource.getrlimit(number) != limits:
-            resource.setrlimit(number, limits)
-    os.sched_setaffinity(0, request["cores"])
-    os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
-    os.environ.clear()
-    os.environ.update(request["env"])
-    role = ["agent", str(connection.peer()[0])] if request["what"] == "agent" else ["rank"]
-    show_as([sys.executable, "-I", "-S", keeper.__file__, *role, *request["arguments"]], request["env"])
-
-
-def _be_agent(command: list[str], base_path: list[str]) -> NoReturn:
-    """Run torchrun's own main, as `python -m torch.distributed.run ...` does."""
-    arguments = command[command.index("-m") + 1 :]
-    _be_fresh(command, [os.getcwd(), *_import_folders(os.environ), *base_path])
-    _hurry_the_rendezvous()
-    sys.argv = arguments
-    bootstrap.leave(bootstrap.run(arguments[0], as_module=True))
-
-
-def _hurry_the_rendezvous() -> None:
-    """Spare an agent that has this host to itself what only many hosts need, and what only a small process can afford.
-
-    The first is a random pause of up to 0.3 s, so that hosts do not all ask at once; later pauses, a number of seconds
-    instead of a range, are kept. The second is `inspect.stack()`, which looks through every module that is loaded, 18
-    times, for the names in log lines.
-    """
-    rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
-    pause = getattr(rendezvous, "_delay", time.sleep)
-    if "--standalone" in sys.orig_argv:
-        rendezvous._delay = lambda seconds: None if isinstance(seconds, tuple) else pause(seconds)
-    rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
-
-
-def _be_rank(arguments: list[str], base_path: list[str]) -> NoReturn:
-    """Run the rank's script, as the bootstrap does in a cold rank."""
-    command = keeper.rank_command(arguments)
-    _be_fresh(command, [*_import_folders(os.environ), *base_path])
-    _be_torch_of(os.environ)
-    bootstrap.become(command[3:], warm=True)
-
-
-def _be_fresh(command: list[str], path: list[str]) -> None:
-    """What a Python just started as `command` would have: its own seeds, keys, caches and name; nobody else's sockets."""
-    show_as(command, os.environ)
-    os.closerange(3, 4096)
-    sys.orig_argv = list(command)
-    sys.path[:] = dict.fromkeys(path)
-    sys.path_importer_cache.clear()
-    tempfile.tempdir = None
-    this = multiprocessing.process.current_process()
-    this.authkey = os.urandom(32)
-    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
-    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
-    os.write(2, SAID_WHILE_LOADING)
-
-
-def _be_torch_of(env: Mapping[str, str]) -> None:
-    """Have torch and numpy's BLAS look again at what they read from the environment when they were loaded."""
-    import torch
-    import torch.distributed as dist
-
-    dist.set_debug_level_from_env()
-    torch.default_generator.seed()
-    threads, cores = env.get("OMP_NUM_THREADS"), len(os.sched_getaffinity(0))
-    if threads:
-        # As when torch is loaded: MKL never takes more threads than there are cores, OpenMP alone does.
-        most = torch.get_num_threads() if torch.backends.mkl.is_available() else int(threads)
-        torch.set_num_threads(min(int(threads), most))
-    blas = min(int(env.get("OPENBLAS_NUM_THREADS") or threads or cores), cores)
-    if blas > 1:
-        import threadpoolctl
-
-        threadpoolctl.threadpool_limits(blas, user_api="blas")
-
-
-def show_as(command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Have /proc, and so `ps`, py-spy and the sweep for what a job left behind, tell this command line and environment.
-
-    Linux reads both from where the process was given them at its start; the zygote was given room there. `env` is cut
-    where it does not fit, the mark of the job comes first.
-    """
-    with open("/proc/self/stat", "rb") as stat:
-        arguments, arguments_end, variables, variables_end = map(int, stat.read().rpartition(b")")[2].split()[45:49])
-    title = b" ".join(os.fsencode(word) for word in command)
-    # A last byte that is not zero tells Linux that this is a title: one string, up to the first zero.
-    size = arguments_end - arguments
-    ctypes.memmove(arguments, title[: size - 2].ljust(size - 1, b"\0") + b"\xff", size)
-    marked = sorted(env.items(), key=lambda item: item[0] != wire.ENV_RUN)
-    block = b"".join(os.fsencode(f"{name}={value}\0") for name, value in marked)
-    size = variables_end - variables
-    ctypes.memmove(variables, block[: size - 1].ljust(size, b"\0"), size)
 
 
 def _check_mark() -> None:
@@ -398,12 +265,8 @@ def _carries_mark() -> bool:
         return False
 
 
-SAID_WHILE_LOADING = b""
-
-
 def main(listening_fd: int, owner: int, folder: str) -> None:
     """Preload, serve, and leave nothing behind."""
-    global SAID_WHILE_LOADING
     os.environ.pop(wire.ENV_ROOM, None)
     try:
         zygote = Zygote(owner, float(os.environ.get(wire.ENV_WARM_IDLE_S, wire.WARM_IDLE_S)))
@@ -411,7 +274,7 @@ def main(listening_fd: int, owner: int, folder: str) -> None:
         preload(*NEEDED_BY_ALL)
         be_fit_to_fork()
         _check_mark()
-        SAID_WHILE_LOADING = Path(folder, wire.ZYGOTE_LOG).read_bytes()
+        zygote.said = Path(folder, wire.ZYGOTE_LOG).read_bytes()
         show_as([sys.executable, "-u", __file__, f"(warm start for process {owner})"], os.environ)
         zygote.serve(socket.socket(fileno=listening_fd))
     finally:
