@@ -32,19 +32,17 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 from jupyter_client import BlockingKernelClient
-from jupyter_client.manager import KernelManager
+from kernel import ROOT, kernel, printed
 
 from ddpkit.rank.zygote import NEEDED_BY_ALL, NEEDED_BY_MANY
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "launch.md"
 CHART = ROOT / "docs" / "launch.png"
 # Long enough for the warm process to import what it leaves for when nobody asks for anything.
@@ -86,7 +84,7 @@ LAUNCH = {
     ACCELERATE: "notebook_launcher(job, num_processes={ranks})",
 }
 PRINTED = "print(*(rank.stdout for rank in run.ranks))\n"
-# It is started anew when packages are installed or removed meanwhile, and the launch that finds out waits for it.
+# The warm process is started anew when packages are installed or removed meanwhile, and the launch that finds out waits for it.
 SAME_PROCESS = """\
 from ddpkit import zygote
 warm_processes.add(zygote._current.pid)
@@ -156,51 +154,6 @@ for name in sys.argv[1:]:
 
 # Values in seconds: by way and number of ranks, then by figure.
 Launches = dict[tuple[str, int], dict[str, list[float]]]
-
-
-@contextmanager
-def kernel(
-    cwd: Path, python: str = sys.executable, env: Mapping[str, str] | None = None
-) -> Iterator[BlockingKernelClient]:
-    """A fresh ipykernel of the environment of `python`, which imports ddpkit from this repository."""
-    manager = KernelManager(kernel_name="python3")
-    manager.kernel_spec.argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    around = os.environ | {"PYTHONPATH": str(ROOT), **(env or {})}
-    manager.start_kernel(cwd=str(cwd), env=around, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    client = manager.blocking_client()
-    client.start_channels()
-    try:
-        client.wait_for_ready(timeout=120)
-        yield client
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-
-
-def printed(client: BlockingKernelClient, code: str) -> str:
-    """Run the cell and return what it printed; a cell that raises ends the benchmark."""
-    request, text = client.execute(code), ""
-    while True:
-        try:
-            message = client.get_iopub_msg(timeout=240)
-        except Empty:
-            raise SystemExit(f"no message for 240 s while running {code!r}") from None
-        kind, content = message["msg_type"], message["content"]
-        if kind == "stream":
-            text += content["text"]
-        elif kind == "error":
-            raise SystemExit(f"{code}\n{text}\n{content['ename']}: {content['evalue']}")
-        elif is_idle(message, request):
-            return text
-
-
-def is_idle(message: Mapping[str, Any], request: str) -> bool:
-    """Whether `message` says that the cell of `request` is done."""
-    return (
-        message["msg_type"] == "status"
-        and message["content"]["execution_state"] == "idle"
-        and message["parent_header"].get("msg_id") == request
-    )
 
 
 def stamps(text: str, mark: str, expected: int) -> list[float]:

@@ -15,18 +15,13 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from queue import Empty
-from typing import Any
 
 from jupyter_client import BlockingKernelClient
-from jupyter_client.manager import KernelManager
+from kernel import kernel, messages
 
 STAMPED = """
 import sys, time
@@ -47,54 +42,22 @@ WAYS = {
 }
 
 
-@contextmanager
-def kernel(cwd: Path) -> Iterator[BlockingKernelClient]:
-    """A fresh ipykernel of this environment."""
-    manager = KernelManager(kernel_name="python3")
-    manager.kernel_cmd = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    manager.start_kernel(cwd=str(cwd), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    client = manager.blocking_client()
-    client.start_channels()
-    try:
-        client.wait_for_ready(timeout=120)
-        yield client
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-
-
 def latencies_ms(client: BlockingKernelClient, code: str) -> list[float]:
     """Run the cell and return, for each stamped line, how long it took to reach this client."""
-    request = client.execute(code)
     found: dict[str, float] = {}
-    while True:
-        try:
-            message = client.get_iopub_msg(timeout=240)
-        except Empty:
-            raise SystemExit(f"no message for 240 s while running {code!r}") from None
+    for message in messages(client, code):
         arrived = time.time_ns()
         if message["msg_type"] in ("stream", "comm_msg", "display_data", "update_display_data"):
             for stamp in re.findall(r"STAMP (\d{19})", json.dumps(message["content"])):
                 # The view sends what it holds once more at the end, for readers who come late: the first arrival counts.
                 found.setdefault(stamp, (arrived - int(stamp)) / 1e6)
-        if is_idle(message, request):
-            return list(found.values())
-
-
-def is_idle(message: dict[str, Any], request: str) -> bool:
-    """Whether `message` says that the cell of `request` is done."""
-    return (
-        message["msg_type"] == "status"
-        and message["content"]["execution_state"] == "idle"
-        and message["parent_header"].get("msg_id") == request
-    )
+    return list(found.values())
 
 
 def seconds(client: BlockingKernelClient, code: str) -> float:
     """How long the cell takes, from the request to the end of its output."""
     before = time.monotonic()
-    request = client.execute(code)
-    while not is_idle(client.get_iopub_msg(timeout=600), request):
+    for _ in messages(client, code):
         pass
     return time.monotonic() - before
 

@@ -8,7 +8,8 @@ import shlex
 from typing import Any, NoReturn
 
 from .errors import LaunchError
-from .launcher import checked_options, refuse_inside_a_rank, start, warm_up
+from .launcher import refuse_inside_a_rank, start, warm_up
+from .options import checked_options
 from .target import of_cell
 
 # torchrun's options that pass through; those that take no value are told apart because argparse must know.

@@ -1,18 +1,60 @@
-"""What every test of real jobs stands on: a run folder of its own, and proof that no process of its jobs is left."""
+"""What tests of real jobs share: a folder of their own, waiting for a job, and proof that no process of it is left."""
 
 from __future__ import annotations
 
 import os
+import socket
 import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import ddpkit
 from ddpkit import wire
+
+# Rank 0 hangs in a collective that rank 1 never joins.
+BLOCKED = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print("ready", flush=True)
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(3))
+time.sleep(1000)
+"""
+
+
+def wait_for(said: Callable[[], Any], seconds: float = 5.0) -> Any:
+    """What `said` returns, as soon as that is true; fails when it has not become so within `seconds`."""
+    until = time.monotonic() + seconds
+    while not (found := said()) and time.monotonic() < until:
+        time.sleep(0.005)
+    assert found
+    return found
+
+
+def wait_for_line(run: ddpkit.Run, text: str) -> None:
+    """Return when both ranks of `run` have printed `text`; fails when the job ends before."""
+    until = time.monotonic() + 120
+    while not (len(run.ranks) == 2 and all(text in r.stdout for r in run.ranks)):
+        assert run.state == "running" and time.monotonic() < until, str(run)
+        time.sleep(0.02)
+
+
+def wait_until_blocked(home: Path) -> None:
+    """Return when both ranks of the one job below `home` have said "ready", whichever process launched it."""
+    logs = "runs/*/logs/*/attempt_0/*/stdout.log"
+    wait_for(lambda: sum("ready" in log.read_text() for log in (home / ".ddpkit").glob(logs)) == 2, 120)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def living(home: Path) -> list[str]:
@@ -54,9 +96,9 @@ def process_of(run: ddpkit.Run, words: str, without: str = "\0") -> psutil.Proce
     raise LookupError(f"no process with {words}")
 
 
-@pytest.fixture(scope="session")
-def _zygote(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """This process's zygote, ready, so that a launch that does not wait is a warm one too."""
+@pytest.fixture
+def warm_process(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The zygote of these tests, asked a moment ago: it is not importing, so that a launch that does not wait is warm too."""
     folder = tmp_path_factory.mktemp("first")
     (folder / "hello.py").write_text("print('hello')\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +110,7 @@ def _zygote(tmp_path_factory: pytest.TempPathFactory) -> None:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs the test twice: with every launch cold, and with every launch warm."""
     if request.param == "warm":
-        request.getfixturevalue("_zygote")
+        request.getfixturevalue("warm_process")
     monkeypatch.setenv(wire.ENV_WARM, "1" if request.param == "warm" else "0")
     return str(request.param)
 

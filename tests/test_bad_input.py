@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import ddpkit
 from ddpkit import machine, magic, wire
 from ddpkit.errors import JobFailed, LaunchError
+from ddpkit.options import LAUNCH_OPTIONS
 
 
 def refused(pattern: str, *args: Any, **options: Any) -> None:
@@ -54,9 +56,9 @@ def test_nproc_gpu_without_gpus(script: Callable[..., str], monkeypatch: pytest.
 def test_backends(script: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     refused('backend "glooo" is not one of gloo, nccl; did you mean "gloo"', script(""), backend="glooo")
     refused('backend "x" is not one of gloo, nccl; use one of them', script(""), env={wire.ENV_BACKEND: "x"})
-    monkeypatch.setattr("ddpkit.launcher._torch_has_cuda", lambda: False)
+    monkeypatch.setattr("ddpkit.options.torch_has_cuda", lambda: False)
     refused('2 ranks asked for with backend "nccl", but this torch was built without CUDA', script(""), backend="nccl")
-    monkeypatch.setattr("ddpkit.launcher._torch_has_cuda", lambda: True)
+    monkeypatch.setattr("ddpkit.options.torch_has_cuda", lambda: True)
     monkeypatch.setattr(machine, "all_gpus", lambda: [machine.Gpu(0, "GPU-a", "H"), machine.Gpu(1, "GPU-b", "H")])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     asked = r'8 ranks asked for with backend "nccl", but 2 GPUs are visible \(CUDA_VISIBLE_DEVICES=0,1\). Use nproc=2'
@@ -85,6 +87,10 @@ def test_near_miss_options(script: Callable[..., str]) -> None:
     refused(r"torchrun='--role x' is one string; give a list", script(""), torchrun="--role x")
     with pytest.raises(LaunchError, match="show='loud' is not known"):
         ddpkit.launch(script(""), show="loud")
+
+
+def test_the_options_that_are_suggested_are_those_of_launch() -> None:
+    assert {*LAUNCH_OPTIONS, "unknown"} == set(inspect.signature(ddpkit.launch).parameters)
 
 
 def test_functions_that_cannot_be_pickled_name_the_variable(home: Path) -> None:
@@ -198,7 +204,9 @@ def test_magic_runs_the_cell_and_binds_the_run(home: Path) -> None:
 @pytest.mark.job
 def test_the_command_pasted_in_a_shell_gives_the_same_job(home: Path) -> None:
     space: dict[str, Any] = {}
-    magic.torchrun("--as mine --quiet", "import os, sys\nprint('rank', os.environ['RANK'], __name__)\n", space)
+    # In one write: torchrun runs Python with -u, and in a shell both ranks share the stream.
+    cell = "import os\nprint(f\"rank {os.environ['RANK']} {__name__}\\n\", end='')\n"
+    magic.torchrun("--as mine --quiet", cell, space)
     env = {k: v for k, v in os.environ.items() if k not in (wire.ENV_RUN, "PYTHON_EXEC")}
     done = subprocess.run(space["mine"].command, shell=True, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import living
+from conftest import free_port, left_after
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 from ddpkit import wire
@@ -42,10 +41,7 @@ def talk():
 run = ddpkit.launch(talk)
 print("state:", run.state)
 """
-FAILS = """
-%load_ext ddpkit
-"""
-FAILS_CELL = """%%torchrun --nproc-per-node 2 --as broken --timeout 100
+FAILS = """%%torchrun --nproc-per-node 2 --as broken --timeout 100
 import sys, torch, torch.distributed as dist
 from ddpkit.rank import setup
 with setup() as here:
@@ -66,9 +62,7 @@ class Lab:
     def __init__(self, folder: Path, shots: Path) -> None:
         self.folder, self.shots = folder, shots
         self.token = uuid.uuid4().hex
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         settings = [f"--port={self.port}", f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={folder}"]
         quiet = ["--no-browser", "--LabApp.news_url=None", "--ServerApp.port_retries=0"]
         root = ["--allow-root"] if os.geteuid() == 0 else []
@@ -139,9 +133,7 @@ def lab(tmp_path: Path, shots: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     started = Lab(tmp_path, shots)
     yield started
     started.close()
-    until = time.monotonic() + 20
-    while (left := living(tmp_path)) and time.monotonic() < until:
-        time.sleep(0.1)
+    left = left_after(tmp_path, 20)
     assert not left, f"processes left behind: {left}"
 
 
@@ -200,7 +192,7 @@ def test_stop_works_while_the_launching_cell_runs(lab: Lab, page: Any, shots: Pa
 
 
 def test_a_failed_job_shows_who_is_at_fault_and_runs_no_markup(lab: Lab, page: Any, shots: Path) -> None:
-    lab.write("fails.ipynb", [FAILS, FAILS_CELL])
+    lab.write("fails.ipynb", ["%load_ext ddpkit", FAILS])
     lab.open(page, "fails.ipynb")
     run_cell(page, 0)
     run_cell(page, 1)

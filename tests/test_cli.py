@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import free_port
 
 import ddpkit
 from ddpkit import wire
@@ -57,10 +57,7 @@ def test_a_module_runs(home: Path) -> None:
 
 def test_torchruns_long_form_of_one_node_works_and_is_needless(home: Path) -> None:
     (home / "where.py").write_text("import os\nprint(os.environ['MASTER_ADDR'], os.environ['WORLD_SIZE'])\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    long = ["--nnodes=1", "--node-rank=0", "--master-addr=localhost", f"--master-port={port}"]
+    long = ["--nnodes=1", "--node-rank=0", "--master-addr=localhost", f"--master-port={free_port()}"]
     explicit = ddpkit.launch("where.py", torchrun=long, show=False, timeout=60)
     plain = ddpkit.launch("where.py", show=False, timeout=60)
     assert explicit.ok and plain.ok

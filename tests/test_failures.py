@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import left_after, process_of
+from conftest import BLOCKED, left_after, process_of, wait_for_line, wait_until_blocked
 
 import ddpkit
 from ddpkit import wire
@@ -29,17 +29,6 @@ def launch(path: str, **options: object) -> ddpkit.Run:
     run = ddpkit.launch(path, show=False, **{"timeout": 120, **options})
     assert run.warm == (os.environ[wire.ENV_WARM] == "1"), run.started
     return run
-
-
-def wait_for_line(run: ddpkit.Run, text: str, ranks: int = 2) -> None:
-    """Return when every rank has printed `text`."""
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        assert run.state == "running", str(run)
-        if len(run.ranks) == ranks and all(text in r.stdout for r in run.ranks):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{text!r} was never printed: {run.ranks}")
 
 
 @pytest.mark.parametrize("destroy", [False, True], ids=["plain", "destroys_in_finally"])
@@ -191,18 +180,7 @@ def test_an_exit_code_without_an_exception_is_kept(script: Callable[..., str]) -
     assert "exited with code 7" in str(run)
 
 
-BLOCKED = (
-    PREAMBLE
-    + """
-print("ready", flush=True)
-if rank == 0:
-    dist.all_reduce(torch.ones(3))
-time.sleep(1000)
-"""
-)
-
-
-def test_stop_ends_a_job_blocked_in_cpp(script: Callable[..., str], home: Path) -> None:
+def test_stop_ends_a_job_blocked_in_cpp(script: Callable[..., str]) -> None:
     run = launch(script(BLOCKED), wait=False)
     wait_for_line(run, "ready")
     before = time.monotonic()
@@ -213,20 +191,17 @@ def test_stop_ends_a_job_blocked_in_cpp(script: Callable[..., str], home: Path) 
     assert run.culprit is None
 
 
-def test_ctrl_c_gives_control_back(script: Callable[..., str]) -> None:
+def test_ctrl_c_gives_control_back(script: Callable[..., str], home: Path) -> None:
     path = script(BLOCKED)
     main = os.getpid()
     watcher = os.fork()
     if watcher == 0:
-        # Presses Ctrl-C in the launching process once both ranks have said that they are ready.
-        until = time.monotonic() + 120
-        while time.monotonic() < until:
-            logs = Path(os.environ[wire.ENV_HOME]).glob("runs/*/logs/*/attempt_0/*/stdout.log")
-            if sum("ready" in p.read_text() for p in logs) == 2:
-                os.kill(main, signal.SIGINT)
-                break
-            time.sleep(0.05)
-        os._exit(0)
+        # Presses Ctrl-C in the launching process, and leaves without running anything of pytest's.
+        try:
+            wait_until_blocked(home)
+            os.kill(main, signal.SIGINT)
+        finally:
+            os._exit(0)
     run = launch(path)
     os.waitpid(watcher, 0)
     assert run.state == "stopped"
@@ -303,7 +278,7 @@ def test_a_job_longer_than_its_timeout_ends_with_stacks(script: Callable[..., st
     assert "train.py" in run.ranks[1].stack
     assert all("ready" in r.stdout for r in run.ranks)
     assert "timeout=12 s" in str(run)
-    assert "was at line 8: dist.all_reduce(torch.ones(3))" in str(run)
+    assert "was at line 5: dist.all_reduce(torch.ones(3))" in str(run)
 
 
 def test_a_stall_gathers_stacks_and_may_end_the_job(script: Callable[..., str]) -> None:

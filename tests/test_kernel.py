@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import living
+from conftest import BLOCKED, left_after, living, wait_until_blocked
 from jupyter_client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
@@ -55,8 +55,8 @@ class Kernel:
 def kernel(cwd: Path) -> Iterator[Kernel]:
     """A kernel of this environment in `cwd`."""
     manager = KernelManager(kernel_name="python3")
-    manager.kernel_cmd = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    manager.start_kernel(cwd=str(cwd), env={**os.environ})
+    manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    manager.start_kernel(cwd=str(cwd))
     client = manager.blocking_client()
     client.start_channels()
     try:
@@ -65,27 +65,6 @@ def kernel(cwd: Path) -> Iterator[Kernel]:
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-
-
-BLOCKED = """
-import time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-print("ready", flush=True)
-if dist.get_rank() == 0:
-    dist.all_reduce(torch.ones(3))
-time.sleep(1000)
-"""
-
-
-def wait_for_ready(home: Path) -> None:
-    """Return when both ranks of the one job below `home` have printed "ready"."""
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        logs = list((home / ".ddpkit").glob("runs/*/logs/*/attempt_0/*/stdout.log"))
-        if sum("ready" in p.read_text() for p in logs) == 2:
-            return
-        time.sleep(0.05)
-    raise AssertionError("the ranks never got ready")
 
 
 def test_a_cell_shows_the_view_and_then_the_runs_text_once(home: Path) -> None:
@@ -113,7 +92,7 @@ def test_the_stop_square_gives_control_back(home: Path) -> None:
     with kernel(home) as k:
         k.run("import ddpkit")
         k.client.execute("run = ddpkit.launch('blocked.py')")
-        wait_for_ready(home)
+        wait_until_blocked(home)
         before = time.monotonic()
         k.manager.interrupt_kernel()
         shown = k.run("print(run.state, run.ranks[0].stdout)")
@@ -125,13 +104,10 @@ def test_a_killed_kernel_leaves_no_process_of_its_job(home: Path) -> None:
     (home / "blocked.py").write_text(BLOCKED)
     with kernel(home) as k:
         k.client.execute("import ddpkit; run = ddpkit.launch('blocked.py')")
-        wait_for_ready(home)
+        wait_until_blocked(home)
         assert len(living(home)) >= 5
         k.kill()
-        until = time.monotonic() + 10
-        while living(home) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert living(home) == []
+        assert not left_after(home, 10)
 
 
 def test_three_kernels_launch_at_once(home: Path) -> None:
@@ -174,5 +150,5 @@ def test_the_kernel_is_free_while_a_job_runs_in_the_background(home: Path) -> No
     with kernel(home) as k:
         shown = k.run("import ddpkit; run = ddpkit.launch('blocked.py', wait=False)\nprint(run.state)")
         assert shown["stdout"] == "running\n"
-        wait_for_ready(home)
+        wait_until_blocked(home)
         assert k.run("print(run.stop().state)")["stdout"] == "stopped\n"

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from conftest import wait_for
 
 import ddpkit
-from ddpkit import launcher, target, wire
+from ddpkit import folders, target, wire
 from ddpkit.sink import Line, Now
 from ddpkit.tail import LONGEST_LINE, Tail, clean
 
@@ -86,19 +87,12 @@ def test_lines_arrive_while_the_job_runs_and_states_follow(script: Callable[...,
         """
     )
     run = ddpkit.launch(path, timeout=120, wait=False)
-    until = time.monotonic() + 60
-    while time.monotonic() < until and not (
-        len([s for s in recorded.seen if s.text == "first"]) == 2 and recorded.rss()
-    ):
-        time.sleep(0.02)
+    wait_for(lambda: [s.text for s in recorded.seen].count("first") == 2 and recorded.rss(), 60)
     assert run.state == "running"
     assert {(s.rank, s.text) for s in recorded.seen if s.stream == "stdout"} == {(0, "first"), (1, "first")}
     Path("go").touch()
     assert run.wait(60).ok
-    until = time.monotonic() + 10
-    while recorded.ended is None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert recorded.ended is run
+    assert wait_for(lambda: recorded.ended, 10) is run
     assert [s.text for s in recorded.seen if s.rank == 1 and s.stream == "stdout"] == ["first", "second"]
     assert recorded.rss()
 
@@ -227,4 +221,4 @@ def test_a_target_is_written_and_named(home: Path) -> None:
     cell = target.of_cell("print(1)\n", "my run!", ["--lr", "0.1"])
     command = cell.write(home)
     assert command == [str(home / "my_run.py"), "--lr", "0.1"]
-    assert launcher.home() == home / ".ddpkit"
+    assert folders.home() == home / ".ddpkit"

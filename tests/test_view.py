@@ -6,11 +6,12 @@ import json
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from conftest import wait_for
 
 from ddpkit.sink import Line, Now, RankNow
 from ddpkit.view import GAP, MOST_PENDING, MOST_REMEMBERED, MOST_SAMPLES, Lane, RunView, hear_clicks_while_busy
@@ -93,14 +94,6 @@ def line(seq: int, text: str = "hello", rank: int = 0, stream: str = "stdout", *
 def now(elapsed_s: float = 1.0, skipped: dict[int, int] | None = None, rss: float | None = 100.0) -> Now:
     ranks = tuple(RankNow(rank, "running", "running", rss) for rank in (0, 1))
     return Now("running", elapsed_s, ranks, skipped or {})
-
-
-def wait_for(said: Callable[[], Any], seconds: float = 5.0) -> Any:
-    until = time.monotonic() + seconds
-    while not (found := said()) and time.monotonic() < until:
-        time.sleep(0.005)
-    assert found
-    return found
 
 
 def ended(view: ListeningView, **about: Any) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -17,11 +19,12 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import left_after, process_of
+from conftest import BLOCKED, process_of, wait_for_line
 
 import ddpkit
 from ddpkit import wire, zygote
 from ddpkit.client import Connection
+from ddpkit.magic import torchrun
 
 PACKAGE = Path(ddpkit.__file__).parent
 
@@ -361,9 +364,7 @@ def test_a_program_that_names_what_is_read_later_is_warm(script: Callable[..., s
     assert launch(script(f"import os\n{line}\n")).warm
 
 
-def test_what_the_kernel_has_changed_since_is_inherited(script: Callable[..., str], _zygote: None) -> None:
-    import resource
-
+def test_what_the_kernel_has_changed_since_is_inherited(script: Callable[..., str], warm_process: None) -> None:
     path = script(textwrap.dedent(LOOKS["working directory, mask, limits"]))
     limits, cores, mask = resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0), os.umask(0o077)
     try:
@@ -387,8 +388,6 @@ def test_a_file_that_shadows_a_loaded_module_makes_the_launch_cold(script: Calla
 
 
 def test_a_cell_that_bears_the_name_of_a_module_does_not_take_its_place(home: Path) -> None:
-    from ddpkit.magic import torchrun
-
     bound: dict[str, Any] = {}
     torchrun("--as random --quiet --timeout 120", "import random; print(random.randint(1, 1))", bound)
     assert bound["random"].ok, str(bound["random"])
@@ -408,8 +407,6 @@ def test_newly_installed_packages_bring_a_new_zygote(script: Callable[..., str])
     path = script("print('hello')")
     assert launch(path).warm
     before = zygote._current
-    import site
-
     packages = site.getsitepackages()[0]
     os.utime(packages)
     assert launch(path).warm
@@ -438,30 +435,12 @@ print(run.cold_because, zygote._failed)
     assert done.stdout == "the warm process cannot be started (ImportError: broken torch) 2\n", done.stderr
 
 
-# Whoever is killed.
-
-
-BLOCKED = """
-import time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-print("ready", flush=True)
-if dist.get_rank() == 0:
-    dist.all_reduce(torch.ones(3))
-time.sleep(1000)
-"""
-
-
-def wait_for_line(run: ddpkit.Run, text: str) -> None:
-    until = time.monotonic() + 120
-    while not (len(run.ranks) == 2 and all(text in r.stdout for r in run.ranks)):
-        assert run.state == "running" and time.monotonic() < until, str(run)
-        time.sleep(0.02)
+# Whoever is killed; `test_failures.py` kills agents and keepers, warm as well.
 
 
 @pytest.fixture
-def blocked(script: Callable[..., str], _zygote: None) -> ddpkit.Run:
+def blocked(script: Callable[..., str], warm_process: None) -> ddpkit.Run:
     """A warm job that hangs in a collective."""
-    launch(script("print('hello')", "hello.py"))
     run = launch(script(BLOCKED), wait=False)
     wait_for_line(run, "ready")
     assert run.warm, run.started
@@ -469,23 +448,9 @@ def blocked(script: Callable[..., str], _zygote: None) -> ddpkit.Run:
 
 
 def test_a_killed_client_ends_its_rank_and_the_job(blocked: ddpkit.Run) -> None:
-    process_of(blocked, wire.CLIENT_FILE).kill()
+    process_of(blocked, wire.CLIENT).kill()
     assert blocked.wait(30).state == "failed"
     assert blocked.culprit is None or isinstance(blocked.culprit, int)
-
-
-def test_a_killed_agent_ends_the_job(blocked: ddpkit.Run) -> None:
-    process_of(blocked, "torch.distributed.run", without=wire.KEEPER_FILE).kill()
-    assert blocked.wait(30).state == "failed"
-    assert "torchrun itself was killed by SIGKILL" in str(blocked)
-    assert [r.exitcode for r in blocked.ranks] == [-signal.SIGTERM] * 2
-
-
-@pytest.mark.parametrize("victim", ["keeper.py agent", "keeper.py rank"])
-def test_a_killed_keeper_ends_the_job(blocked: ddpkit.Run, victim: str) -> None:
-    process_of(blocked, victim).kill()
-    assert blocked.wait(30).state == "failed"
-    assert not left_after(blocked.folder, 10)
 
 
 def test_a_killed_rank_is_named(blocked: ddpkit.Run) -> None:

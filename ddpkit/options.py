@@ -1,0 +1,136 @@
+"""The options of a job: each checked before anything starts, near misses told, and the backend decided from them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from . import machine, wire
+from .errors import LaunchError
+
+BACKENDS = ("gloo", "nccl")
+# What `launch` takes, for whoever mistypes one of them.
+LAUNCH_OPTIONS = (
+    "target args kwargs nproc backend env timeout stall stop_on_stall warm wait check show name reveal max_restarts torchrun"
+).split()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a job is to be run; what `launch` and the cell magic make of their options."""
+
+    nproc: int
+    backend: str | None
+    env: Mapping[str, str | None]
+    timeout_s: float | None
+    stall_s: float | None
+    stop_on_stall: bool
+    max_restarts: int
+    torchrun: tuple[str, ...]
+    name: str | None
+    reveal: bool
+    warm: bool
+
+
+def checked_options(
+    *,
+    nproc: Any,
+    backend: str | None,
+    env: Mapping[str, str | None] | None,
+    timeout: Any,
+    stall: Any,
+    stop_on_stall: bool,
+    max_restarts: Any,
+    torchrun: Sequence[str],
+    reveal: bool,
+    warm: bool,
+    name: str | None = None,
+) -> Options:
+    """The options as asked for, each checked.
+
+    Raises:
+        LaunchError: one of them cannot be.
+    """
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+        raise LaunchError(f"launch: max_restarts={max_restarts!r} is not a count; give 0 or more.")
+    if isinstance(torchrun, str):
+        raise LaunchError(f"launch: torchrun={torchrun!r} is one string; give a list, such as {torchrun.split()!r}.")
+    return Options(
+        nproc=_ranks_asked_for(nproc),
+        backend=backend,
+        env=dict(env or {}),
+        timeout_s=_seconds("timeout", timeout),
+        stall_s=_seconds("stall", stall),
+        stop_on_stall=stop_on_stall,
+        max_restarts=max_restarts,
+        torchrun=tuple(torchrun),
+        name=name,
+        reveal=reveal,
+        warm=warm,
+    )
+
+
+def about_unknown(unknown: Mapping[str, Any]) -> str:
+    """The sentence for options that `launch` does not have."""
+    name = next(iter(unknown))
+    near = difflib.get_close_matches(name, LAUNCH_OPTIONS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}=?" if near else "a function's own arguments go in args= and kwargs=."
+    return f"launch: there is no option {name}=; {hint}"
+
+
+def _ranks_asked_for(nproc: Any) -> int:
+    gpus = len(machine.visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))) if isinstance(nproc, str) else 0
+    named = {"cpu": os.cpu_count() or 1, "gpu": gpus, "auto": gpus or os.cpu_count() or 1}
+    if nproc == "gpu" and not gpus:
+        raise LaunchError('launch: nproc="gpu" asked for, but no GPU is visible; use a number, or "cpu".')
+    number = named.get(nproc, nproc) if isinstance(nproc, str) else nproc
+    if isinstance(number, str) and number.isdigit():
+        number = int(number)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise LaunchError(f'launch: nproc={nproc!r} is not a number of ranks; use 1 or more, "cpu", "gpu" or "auto".')
+    most = machine.most_ranks()
+    if number < 1:
+        raise LaunchError(f"launch: nproc={number} asked for; a job has at least one rank.")
+    if number > most:
+        raise LaunchError(
+            f"launch: {number} ranks asked for on {os.cpu_count()} cores; the most allowed here is {most}."
+        )
+    return number
+
+
+def _seconds(option: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise LaunchError(f"launch: {option}={value!r} is not a time; give seconds above 0, or None for no limit.")
+    return float(value)
+
+
+def decided_backend(options: Options, env: Mapping[str, str]) -> str:
+    """NCCL where each rank has a GPU of its own, otherwise gloo; decided before any rank starts."""
+    asked = options.backend or env.get(wire.ENV_BACKEND)
+    if asked is not None and asked not in BACKENDS:
+        near = difflib.get_close_matches(asked.lower(), BACKENDS, n=1)
+        hint = f'did you mean "{near[0]}"?' if near else "use one of them, or None to have it chosen."
+        raise LaunchError(f'launch: backend "{asked}" is not one of {", ".join(BACKENDS)}; {hint}')
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    gpus = len(machine.visible_gpus(visible)) if torch_has_cuda() else 0
+    if asked == "nccl" and gpus < options.nproc:
+        said = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+        advice = f'nproc={gpus}, or backend="gloo"' if gpus else 'backend="gloo"'
+        found = f"{gpus} GPUs are visible{said}" if torch_has_cuda() else "this torch was built without CUDA"
+        raise LaunchError(f'launch: {options.nproc} ranks asked for with backend "nccl", but {found}. Use {advice}.')
+    return asked or ("nccl" if gpus >= options.nproc else "gloo")
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch can use CUDA, by its version's local tag; torch is not imported."""
+    try:
+        return "+cpu" not in metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise LaunchError(f"launch: torch is not installed for {sys.executable}; pip install torch.") from None
