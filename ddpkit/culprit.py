@@ -14,12 +14,15 @@ from typing import Literal
 
 from .records import Failure, Rank
 from .stable import stable
+from .standstill import Finding, find, find_parting, ranks_said, standing
 
-Class = Literal["passed", "own", "peer_lost", "gave_up", "told", "unknown"]
+Class = Literal["passed", "own", "parted", "peer_lost", "gave_up", "told", "unknown"]
 Culprit = int | tuple[int, ...] | Literal["every rank"] | None
 
 TIE_NS = 1_000_000
 LEAVING_TAKES_NS = 3_000_000_000
+# A rank that waits for less than this is in the middle of an ordinary step.
+STILL_FROM_S = 2.0
 
 _PEER_LOST = re.compile(
     r"gloo/transport/.*(closed by peer|reset by peer|Broken pipe)"
@@ -33,20 +36,31 @@ _GAVE_UP = re.compile(
     r"|Watchdog caught collective operation timeout"
     r"|wait timeout after \d+ms, keys"
     r"|client socket has timed out"
+    r"|failed to pass monitoredBarrier"
 )
-_WAITING = re.compile(r"torch/distributed/|_engine_run_backward")
+# Two ranks met in different collectives; which of them is wrong, neither text says.
+_PARTED = re.compile(
+    r"op\.preamble\.length <= op\.nbytes"
+    r"|Detected mismatch between collectives on ranks"
+    r"|Error when verifying shape tensors for collective"
+    r"|appears not to match (sizes|strides) of the same param in process 0"
+)
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Who is at fault. `culprit`: a rank, several that failed alike, "every rank", or None where nobody is or none can be told.
 
-    `sentence` says it in one sentence ("" for a job that passed); `words` and `roles` tell it rank by rank.
-    Roles: passed, culprit, own (failed by itself, but not the first), consequence, unknown.
+    `sentence` says it in a sentence or two ("" for a job that passed); `words` and `roles` tell it rank by rank.
+    Roles: passed, culprit, own (failed by itself, but not the first), consequence, unknown. `kind` is passed, own, tie,
+    left_early, never_joined, straggler, mismatch, shapes_differ, stopped_process, loader_stuck, init_waiting,
+    init_elsewhere, all_waiting, busy, silent,
+    agent_killed, agent_failed, peer_lost, gave_up, ended, timed_out or unknown.
     """
 
     culprit: Culprit
     sentence: str
+    kind: str
     words: Mapping[int, str] = field(default_factory=dict)
     roles: Mapping[int, str] = field(default_factory=dict)
 
@@ -79,10 +93,12 @@ def classify(rank: Rank) -> Class:
 
 def classify_failure(failure: Failure, rank: Rank) -> Class:
     """Whether `failure` is the rank's own, or what a peer's end or silence did to it."""
-    texts = [failure.message, *(message for _, message in failure.chain)]
+    texts = [f"{failure.type}: {failure.message}", *(f"{kind}: {message}" for kind, message in failure.chain)]
     if failure.type == "SIGABRT":
         # A C++ thread that meets a closed connection aborts the process; its last words are on stderr only.
         texts.append(rank.stderr[-4_000:])
+    if any(_PARTED.search(text) for text in texts):
+        return "parted"
     if any(_PEER_LOST.search(text) for text in texts):
         return "peer_lost"
     if any(_GAVE_UP.search(text) for text in texts):
@@ -93,16 +109,19 @@ def classify_failure(failure: Failure, rank: Rank) -> Class:
 def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
     """The verdict over one attempt of a job."""
     classes = {r.rank: classify(r) for r in ranks}
-    culprit, sentence = _find(ranks, classes, ending)
+    culprit, sentence, kind = _find(ranks, classes, ending)
     at_fault = _as_ranks(culprit, ranks)
     words = {r.rank: _words(r, classes[r.rank], ending, r.rank in at_fault) for r in ranks}
     roles = {r.rank: "culprit" if r.rank in at_fault else _ROLES[classes[r.rank]] for r in ranks}
-    return Verdict(culprit, sentence, words, roles)
+    return Verdict(culprit, sentence, kind, words, roles)
 
+
+Found = tuple[Culprit, str, str]
 
 _ROLES: dict[Class, str] = {
     "passed": "passed",
     "own": "own",
+    "parted": "unknown",
     "peer_lost": "consequence",
     "gave_up": "consequence",
     "told": "consequence",
@@ -110,75 +129,96 @@ _ROLES: dict[Class, str] = {
 }
 
 
-def _find(ranks: Sequence[Rank], classes: Mapping[int, Class], ending: Ending) -> tuple[Culprit, str]:
-    own = [r for r in ranks if classes[r.rank] == "own"]
-    if own:
-        return _among_own(own, len(ranks))
+def _find(ranks: Sequence[Rank], classes: Mapping[int, Class], ending: Ending) -> Found:
+    of = {kind: [r for r in ranks if classes[r.rank] == kind] for kind in _ROLES}
+    if of["own"]:
+        return _among_own(of["own"], len(ranks))
+    if of["parted"]:
+        return _as_found(find_parting(ranks), ranks)
     if ending.reason:
-        return _of_an_ended_job(ranks, classes, ending)
+        return _of_an_ended_job(ranks, ending)
     if ending.agent_signal:
-        return None, f"torchrun itself was killed by {ending.agent_signal}; its ranks were ended after it."
-    hurt = [r for r in ranks if classes[r.rank] in ("peer_lost", "gave_up")]
-    if hurt:
+        killed = f"torchrun itself was killed by {ending.agent_signal}; its ranks were ended after it."
+        return None, killed, "agent_killed"
+    if hurt := of["peer_lost"] + of["gave_up"]:
         return _among_hurt(ranks, hurt, classes)
-    if ranks and all(classes[r.rank] == "passed" for r in ranks):
-        return (
-            None,
-            "" if not ending.agent_exitcode else f"Every rank passed, but torchrun failed: {ending.agent_error}",
-        )
+    if ranks and len(of["passed"]) == len(ranks):
+        if ending.agent_exitcode:
+            return None, f"Every rank passed, but torchrun failed: {ending.agent_error}", "agent_failed"
+        return None, "", "passed"
     if not ranks:
-        return None, f"torchrun ended before any rank had started: {ending.agent_error or 'it says nothing more'}"
-    return None, "No rank failed by itself, and how they ended is not fully recorded: the culprit cannot be told."
+        said = ending.agent_error or "it says nothing more"
+        return None, f"torchrun ended before any rank had started: {said}", "agent_failed"
+    unclear = "No rank failed by itself, and how they ended is not fully recorded: the culprit cannot be told."
+    return None, unclear, "unknown"
 
 
-def _among_own(own: Sequence[Rank], world_size: int) -> tuple[Culprit, str]:
+def _as_found(finding: Finding, ranks: Sequence[Rank], more: str = "") -> Found:
+    numbers = finding.ranks
+    culprit: Culprit = None
+    if len(numbers) == 1:
+        culprit = numbers[0]
+    elif numbers:
+        culprit = "every rank" if len(numbers) == len(ranks) else numbers
+    return culprit, f"{finding.sentence} {more}".strip(), finding.kind
+
+
+def _among_own(own: Sequence[Rank], world_size: int) -> Found:
     """Ranks that failed by their own fault: all alike, or the earliest, or a tie."""
     by_time = sorted(own, key=_failed_at)
     first = by_time[0]
     if len(own) == 1:
-        return first.rank, f"Rank {first.rank} {_did(first)}."
+        return first.rank, f"Rank {first.rank} {_did(first)}.", "own"
     if len({_likeness(r) for r in own}) == 1:
         # The lowest rank speaks for all: whose text is quoted must not depend on a race.
         numbers = tuple(sorted(r.rank for r in own))
         did = _did(min(own, key=lambda r: r.rank))
         if len(own) == world_size:
-            return "every rank", f"Every rank alike {did}."
-        return numbers, f"{_ranks_said(numbers)} alike {did}."
+            return "every rank", f"Every rank alike {did}.", "own"
+        return numbers, f"{ranks_said(numbers)} alike {did}.", "own"
     second = by_time[1]
     if _failed_at(second) - _failed_at(first) < TIE_NS:
         pair = sorted((first, second), key=lambda r: r.rank)
-        return None, "A tie: " + ", and ".join(f"rank {r.rank} {_did(r)}" for r in pair) + ", within a millisecond."
-    return first.rank, f"Rank {first.rank} {_did(first)}; later rank {second.rank} {_did(second)}."
+        tied = ", and ".join(f"rank {r.rank} {_did(r)}" for r in pair)
+        return None, f"A tie: {tied}, within a millisecond.", "tie"
+    return first.rank, f"Rank {first.rank} {_did(first)}; later rank {second.rank} {_did(second)}.", "own"
 
 
-def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[int, Class]) -> tuple[Culprit, str]:
-    """Only consequences were recorded: whoever had left by then, with exit code 0, is missed."""
+def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[int, Class]) -> Found:
+    """Only consequences were recorded: what was found when the first of them was hurt says whom it waited for."""
     victim = min(hurt, key=_failed_at)
+    verb = "lost its peer" if classes[victim.rank] == "peer_lost" else "gave up waiting"
+    where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
+    finding = find(ranks, at_ns=_failed_at(victim) if classes[victim.rank] == "gave_up" else None)
+    if finding and finding.ranks:
+        return _as_found(finding, ranks)
     # A process closes its sockets a moment before it has ended, so the victim may be stamped first.
     by_then = _failed_at(victim) + LEAVING_TAKES_NS
     left = tuple(r.rank for r in ranks if classes[r.rank] == "passed" and (r.ended_ns or 0) <= by_then)
-    verb = "lost its peer" if classes[victim.rank] == "peer_lost" else "gave up waiting"
-    where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
     if left:
         who: Culprit = left[0] if len(left) == 1 else left
-        return who, f"{_ranks_said(left)} left early with exit code 0; rank {victim.rank} {verb}{where}."
-    return (
-        None,
-        f"Rank {victim.rank} {verb}{where}, and no rank failed by itself: the culprit cannot be told from this.",
-    )
+        sentence = f"{ranks_said(left)} left early with exit code 0; rank {victim.rank} {verb}{where}."
+        return who, sentence, "left_early"
+    if finding and finding.kind in ("mismatch", "all_waiting"):
+        return _as_found(finding, ranks)
+    unclear = f"Rank {victim.rank} {verb}{where}, and no rank failed by itself: the culprit cannot be told from this."
+    return None, unclear, classes[victim.rank]
 
 
-def _of_an_ended_job(ranks: Sequence[Rank], classes: Mapping[int, Class], ending: Ending) -> tuple[Culprit, str]:
-    """ddpkit ended the job. A rank that had left while the others waited for it is at fault; otherwise nobody is named."""
-    left = tuple(r.rank for r in ranks if classes[r.rank] == "passed")
-    rest = [r for r in ranks if r.rank not in left]
-    waiting = [(r, place) for r in rest if (place := _waiting_at(r))]
-    why = _why_ended(ending)
-    if left and waiting and len(waiting) == len(rest):
-        who: Culprit = left[0] if len(left) == 1 else left
-        rank, place = waiting[0]
-        return who, f"{_ranks_said(left)} left early with exit code 0 while rank {rank.rank} waited at {place}. {why}"
-    return None, why
+def _of_an_ended_job(ranks: Sequence[Rank], ending: Ending) -> Found:
+    """ddpkit ended the job: who held it up, if nothing moved by then; otherwise nobody is named."""
+    why, looked_at = _why_ended(ending), [r for r in ranks if r.look]
+    waiting = [r for r in looked_at if standing(r).kind in ("waiting", "joining")]
+    finding = find(ranks)
+    if finding and finding.kind != "busy" and all(_is_still(r) for r in waiting or looked_at):
+        return _as_found(finding, ranks, why)
+    if finding and ending.reason == "stall":
+        return _as_found(finding, ranks, why)
+    return None, why, {"timeout": "timed_out", "stall": "unknown"}.get(ending.reason, "ended")
+
+
+def _is_still(rank: Rank) -> bool:
+    return rank.look is not None and rank.look.silent_s >= STILL_FROM_S
 
 
 def _why_ended(ending: Ending) -> str:
@@ -187,13 +227,6 @@ def _why_ended(ending: Ending) -> str:
     if ending.reason == "stall":
         return f"No rank made progress for stall={ending.stall_s:g} s and the job was ended."
     return "The job was stopped."
-
-
-def _waiting_at(rank: Rank) -> str:
-    """The user's line from which this rank waits inside torch.distributed, by its last stack; "" where it does not."""
-    if not any(_WAITING.search(f.file) or _WAITING.search(f.function) for f in rank.stack_frames[:8]):
-        return ""
-    return rank.at.text if rank.at else "a collective"
 
 
 def _failed_at(rank: Rank) -> int:
@@ -222,6 +255,8 @@ def _did(rank: Rank) -> str:
 
 
 def _killed(rank: Rank) -> str:
+    if rank.oom:
+        return f"was killed by the kernel for want of memory ({stable(rank.oom)})"
     if rank.signal == "SIGKILL":
         return "was killed by SIGKILL, not sent by torchrun (by hand, or by the kernel for want of memory)"
     if rank.finished_ns:
@@ -234,9 +269,11 @@ def _words(rank: Rank, kind: Class, ending: Ending, at_fault: bool) -> str:
     if kind == "passed":
         return "left early, exit code 0" if at_fault else "passed"
     if kind == "peer_lost":
-        return "lost its peer: a consequence"
+        return "came too late" if at_fault else "lost its peer: a consequence"
     if kind == "gave_up":
-        return "gave up waiting: a consequence"
+        return "gave up waiting" if at_fault else "gave up waiting: a consequence"
+    if kind == "parted":
+        return "met another collective"
     if kind == "told":
         return _words_of_told(rank, ending)
     return plain_words(rank)
@@ -268,9 +305,3 @@ def _as_ranks(culprit: Culprit, ranks: Sequence[Rank]) -> tuple[int, ...]:
     if culprit is None:
         return ()
     return (culprit,) if isinstance(culprit, int) else tuple(culprit)
-
-
-def _ranks_said(numbers: Sequence[int]) -> str:
-    if len(numbers) == 1:
-        return f"Rank {numbers[0]}"
-    return "Ranks " + ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"

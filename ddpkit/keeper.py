@@ -22,12 +22,14 @@ if __name__ == "__main__":
 
 from ddpkit import wire
 from ddpkit.client import end_like
+from ddpkit.oom import OomWatch
 
 TICK_S = 0.2
 RANK_GRACE_S = 2.0
 AGENT_GRACE_S = 4.0
 SWEEP_GRACE_S = 2.5
 LINGER_S = 1.0
+LOOKED_AT_WITHIN_S = 3.0
 PASSED_ON = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -91,7 +93,9 @@ class Keeper:
         signals = {*PASSED_ON, signal.SIGCHLD}
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         self.pid = self._start()
+        self._memory = OomWatch(self.pid)
         while not self._reaped():
+            self._memory.follow()
             caught = signal.sigtimedwait(signals, TICK_S)
             if caught and caught.si_signo != signal.SIGCHLD:
                 self._pass_on(signal.Signals(caught.si_signo))
@@ -169,6 +173,7 @@ class Keeper:
             "told_ns": self.told_ns,
             "killed_for": self.killed_for,
             "peak_rss_mib": self.peak_rss_mib,
+            "oom": self._memory.word() if died_by == signal.SIGKILL and not self.told else "",
         }
         try:
             wire.write_record(self.record, record)
@@ -207,17 +212,21 @@ def rank_command(arguments: Sequence[str]) -> list[str]:
 
 
 def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
-    """Hold back a failed rank's exit for up to a second, until every other rank has ended too.
+    """Hold back a failed rank's exit until every other rank has ended too, for up to a second, or until those that live
+    have been looked at.
 
     torchrun ends all ranks as soon as it sees one gone. The rank itself is gone by now, its sockets with it, so its
-    peers meet the consequence by themselves; and where every rank fails alike, each gets to say so.
+    peers meet the consequence by themselves; where every rank fails alike, each gets to say so; and where one of them
+    is what this rank had waited for, the watcher gets to see at what.
     """
     if keeper.told or not keeper.status:
         return
-    world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    until = time.monotonic() + LINGER_S
-    while time.monotonic() < until and not keeper.owner.gone():
-        if sum(1 for _ in folder.parent.glob(f"*/{wire.EXIT}")) >= world_size:
+    world_size, began = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), time.monotonic()
+    while not keeper.owner.gone():
+        ended, looked_at = ({p.parent for p in folder.parent.glob(f"*/{n}")} for n in (wire.EXIT, wire.LOOK))
+        waited_s = time.monotonic() - began
+        everybody_seen = len(ended | looked_at) >= world_size and waited_s > LINGER_S
+        if len(ended) >= world_size or everybody_seen or waited_s > LOOKED_AT_WITHIN_S:
             return
         if signal.sigtimedwait(PASSED_ON, 0.02):
             return

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import json
-import linecache
-import os
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from . import wire
+from .collectives import Collective, read_collectives
+from .frames import Frame, stack_frames
 from .stable import shortened, stable
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One line of a traceback. `own`: the user's code rather than Python's, a package's or ddpkit's."""
-
-    file: str
-    line: int
-    function: str
-    source: str
-    own: bool = True
-
-    @property
-    def text(self) -> str:
-        """As the text forms quote it: `line 19: loss = net(x).mean()`, line counted as the cell or script counts."""
-        return f"line {self.line}: {self.source}" if self.source else f"line {self.line} of {Path(self.file).name}"
 
 
 @dataclass(frozen=True)
@@ -60,13 +43,41 @@ class Failure:
         return f"{self.type}: {message}" if message else self.type
 
 
+@dataclass(frozen=True)
+class Look:
+    """How a rank was found when nothing moved, while it lived; `why` is what made ddpkit look: "stall", "timeout", "failure".
+
+    `state` is the system's word (running, sleeping, stopped, ...), `busy` the share of a core it used lately,
+    `silent_s` the seconds since its last progress, `workers` the stacks of its DataLoader workers by pid.
+    """
+
+    at_ns: int
+    why: str
+    state: str
+    busy: float
+    silent_s: float
+    rss_mib: float | None
+    workers: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Whom a rank tried to join as its process group came up: the store's address, and the numbers it gave for itself."""
+
+    at_ns: int
+    master: str
+    rank: int
+    world_size: int
+
+
 @dataclass(frozen=True, repr=False)
 class Rank:
     """One rank in one attempt, as recorded; a field is None where nothing was written down.
 
     `exitcode` is -9 for a death by SIGKILL, as with `subprocess`; `signal` then names it. `told` is the signal that
-    torchrun or ddpkit sent to end it, `finished_ns` when its script came to its end, `peak_rss_mib` the system's own
-    figure for its process. `words` and `role` (passed, culprit, own, consequence, unknown) come from the verdict.
+    torchrun or ddpkit sent to end it, `oom` the kernel's word where it killed the rank for want of memory, `finished_ns`
+    when its script came to its end, `peak_rss_mib` the system's own figure for its process. `words` and `role` (passed,
+    culprit, own, consequence, unknown) come from the verdict.
     """
 
     rank: int
@@ -80,11 +91,14 @@ class Rank:
     pid: int | None = None
     stack_signal: int | None = None
     warm: bool | None = None
+    master: str = ""
+    world_size: int = 0
     exitcode: int | None = None
     signal: str | None = None
     told: str | None = None
     told_ns: int = 0
     killed_for: str = ""
+    oom: str = ""
     failure: Failure | None = None
     peak_rss_mib: float | None = None
     words: str = ""
@@ -118,6 +132,31 @@ class Rank:
     def at(self) -> Frame | None:
         """The innermost line of the user's own code when `stack` was taken; None without a stack."""
         return next((f for f in self.stack_frames if f.own), None)
+
+    @cached_property
+    def look(self) -> Look | None:
+        """How this rank was found when the job last stood still; None where it did not, or went on by itself."""
+        record = wire.read_record(self.folder / wire.LOOK)
+        if record is None:
+            return None
+        return Look(**{**record, "workers": tuple((pid, stack) for pid, stack in record["workers"])})
+
+    @cached_property
+    def joining(self) -> Joining | None:
+        """Whom this rank tried to join; None where it never called `init_process_group`."""
+        record = wire.read_record(self.folder / wire.JOINING)
+        return Joining(record["at_ns"], record["master"], record["rank"], record["world_size"]) if record else None
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives that this rank joined, oldest first, as last recorded: at a stall, a failure, or its end."""
+        return read_collectives(self.folder / wire.COLLECTIVES)
+
+    @property
+    def collective(self) -> Collective | None:
+        """The collective that this rank waits in or, where it waits in none, the last that it joined."""
+        waiting = [c for c in self.collectives if not c.done]
+        return waiting[0] if waiting else self.collectives[-1] if self.collectives else None
 
     @cached_property
     def reports(self) -> tuple[dict[str, Any], ...]:
@@ -184,11 +223,14 @@ def _read_rank(folder: Path, own: Path) -> Rank:
         pid=started.get("pid"),
         stack_signal=started.get("stack_signal"),
         warm=started.get("warm"),
+        master=started.get("master", ""),
+        world_size=started.get("world_size", 0),
         exitcode=ended.get("exitcode"),
         signal=ended.get("signal"),
         told=ended.get("told"),
         told_ns=ended.get("told_ns", 0),
         killed_for=ended.get("killed_for", ""),
+        oom=ended.get("oom", ""),
         failure=_failure(failed) if failed else _crash(own, ended, sources(folder)),
         peak_rss_mib=ended.get("peak_rss_mib"),
     )
@@ -226,25 +268,6 @@ def _crash(own: Path, ended: dict[str, Any], cells: dict[str, str]) -> Failure |
 def sources(folder: Path) -> dict[str, str]:
     """The notebook cells that the job's function came from: file name as tracebacks give it, to text."""
     return (wire.read_record(folder / wire.CALL_CONTEXT) or {}).get("sources", {})
-
-
-def stack_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
-    """The frames of the thread that faulthandler calls current, innermost first, with source lines where they are known."""
-    current = re.split(r"^(?=Current thread|Thread 0x)", dump, flags=re.MULTILINE)
-    chosen = next((part for part in reversed(current) if part.startswith("Current thread")), current[-1])
-    frames = []
-    for file, line, function in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', chosen, flags=re.MULTILINE):
-        own = not any(
-            mark in file for mark in ("site-packages", "/lib/python", "<frozen", f"{os.sep}ddpkit{os.sep}rank")
-        )
-        own = own and Path(file).name != wire.FUNCTION_SCRIPT
-        frames.append(Frame(file, int(line), function, _source_line(file, int(line), cells), own))
-    return frames
-
-
-def _source_line(file: str, line: int, cells: dict[str, str]) -> str:
-    lines = cells[file].splitlines() if file in cells else linecache.getlines(file)
-    return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
 
 def _text(path: Path) -> str:

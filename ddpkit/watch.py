@@ -1,48 +1,40 @@
-"""The clock over a running job: passes lines on, says how each rank is, gathers stacks, and minds the time limits."""
+"""The clock over a running job: passes lines on, says how each rank is, looks closer when nothing moves, minds the limits."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from . import machine, wire
 from .cap import LogCap
 from .culprit import classify, plain_words
-from .process import Job, signal_rank
+from .evidence import Standstill, rows
+from .look import look, withdraw
+from .process import Job
+from .progress import Progress
 from .records import Rank, read_attempts
 from .run import Run
 from .sink import Line, Now, RankNow, Sink
+from .standstill import Finding, find
 from .tail import Tails
 
 PAUSE_S = 0.004
 IDLE_S = 0.25
 STATE_EVERY_S = 0.25
-STACKS_WITHIN_S = 2.0
 FULL_DISK_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds. `timeout` ends the job; `stall` without a line or report asks for stacks, or with `stop_on_stall` ends it."""
+    """Seconds. `timeout` ends the job; after `stall` without progress ddpkit looks closer, and with `stop_on_stall` ends it."""
 
     timeout_s: float | None
     stall_s: float | None
     stop_on_stall: bool
-
-
-@dataclass
-class Heard:
-    """What a rank last did that counts as progress."""
-
-    at: float
-    reports: int = 0
-    silent: bool = False
 
 
 @dataclass
@@ -53,8 +45,11 @@ class Watcher:
     job: Job
     sink: Sink
     limits: Limits
-    _heard: dict[int, Heard] = field(default_factory=dict)
-    _stalled: bool = False
+    _progress: Progress = field(default_factory=Progress)
+    _finding: Finding | None = None
+    _still: Standstill | None = None
+    _still_exits: tuple[int | None, ...] = ()
+    _looked_at_failure_of: int = -1
     _stop_asked: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
@@ -73,6 +68,8 @@ class Watcher:
             self.job.stop("stopped")
         finally:
             self._note_full_disk()
+            with contextlib.suppress(Exception):
+                withdraw([r for attempt in read_attempts(self.run.folder) for r in attempt if r.exitcode == 0])
             self.job.finish()
             with contextlib.suppress(Exception):
                 self.sink.end(self.run)
@@ -98,19 +95,19 @@ class Watcher:
     def _pass_on(self, lines: Sequence[Line]) -> None:
         if not lines:
             return
-        now = time.monotonic()
-        for rank in {line.rank for line in lines}:
-            self._heard.setdefault(rank, Heard(now)).at = now
+        for attempt, rank in {(line.attempt, line.rank) for line in lines}:
+            self._progress.spoke(attempt, rank)
         self.sink.lines(lines)
 
     def _say_how_it_is(self) -> None:
         attempts = read_attempts(self.run.folder)
         ranks = attempts[-1] if attempts else ()
         self._cap.apply([tail for tail in self._tails.tails.values() if tail.size > self._cap.bytes])
+        self._progress.update(ranks)
         self._mind_the_limits(ranks)
-        states = self._states(ranks)
         elapsed = time.monotonic() - self.job.started
-        self.sink.now(Now(self._state(), elapsed, states, self._tails.skipped, self._note()))
+        self._note_standstill(ranks, elapsed)
+        self.sink.now(Now(self._state(), elapsed, self._states(ranks), self._tails.skipped, self._note(), self._still))
 
     def _state(self) -> str:
         return "stopping" if self.job.end["reason"] else "running"
@@ -118,9 +115,23 @@ class Watcher:
     def _note(self) -> str:
         if self.job.end["notes"]:
             return self.job.end["notes"][-1]
-        return f"no rank has made progress for {self.limits.stall_s:g} s" if self._stalled else ""
+        return f"No rank has made progress for {self.limits.stall_s:g} s." if self._finding else ""
+
+    def _note_standstill(self, ranks: Sequence[Rank], elapsed: float) -> None:
+        """Keep what was found for whoever shows it; the rows anew when a rank has ended since."""
+        found, exits = self._finding, tuple(rank.exitcode for rank in ranks)
+        if found is None:
+            self._still = None
+        elif self._still is None or exits != self._still_exits:
+            attempts = read_attempts(self.run.folder)
+            seen, revealed = attempts[-1] if attempts else (), self.run.revealed
+            looked_ns = max((rank.look.at_ns for rank in seen if rank.look), default=time.time_ns())
+            at_s = elapsed - (time.time_ns() - looked_ns) / 1e9
+            sentence = found.sentence if revealed else ""
+            self._still, self._still_exits = Standstill(sentence, rows(seen, found.ranks, revealed), at_s), exits
 
     def _states(self, ranks: Sequence[Rank]) -> tuple[RankNow, ...]:
+        found = {row.rank: row for row in self._still.rows} if self._still and self.run.revealed else {}
         living = [r.pid if r.exitcode is None else None for r in ranks]
         resident, devices = machine.rss_mib(living), machine.device_mib([p for p in living if p])
         by_rank = {}
@@ -128,15 +139,19 @@ class Watcher:
             gpu, mib = devices.get(pid or 0, (None, None))
             device = f"GPU {gpu.index}" if gpu else ""
             kind, words = self._kind(rank)
+            if kind == "silent" and rank.rank in found:
+                words = found[rank.rank].words
             by_rank[rank.rank] = RankNow(rank.rank, kind, words, rss, device, mib, rank.attempt)
         return tuple(by_rank.get(i, RankNow(i, "starting", "starting")) for i in range(self.run.nproc))
 
     def _kind(self, rank: Rank) -> tuple[str, str]:
         if rank.exitcode is None:
-            heard = self._heard.get(rank.rank)
-            if heard and heard.silent:
-                return "silent", f"silent for {time.monotonic() - heard.at:.0f} s"
-            return ("running", "running") if rank.pid else ("starting", "starting")
+            if not rank.pid:
+                return "starting", "starting"
+            silent_s = self._progress.silent_s(rank)
+            if self.limits.stall_s is not None and silent_s > self.limits.stall_s:
+                return "silent", f"silent for {silent_s:.0f} s"
+            return "running", "running"
         kind = classify(rank)
         if not self.run.revealed and kind in ("peer_lost", "gave_up"):
             return "failed", plain_words(rank)
@@ -149,32 +164,30 @@ class Watcher:
     def _mind_the_limits(self, ranks: Sequence[Rank]) -> None:
         if self.job.end["reason"]:
             return
-        limits, now = self.limits, time.monotonic()
-        if limits.timeout_s is not None and now - self.job.started > limits.timeout_s:
-            self._end_with_stacks(ranks, "timeout")
-        elif limits.stall_s is not None and self._silence(ranks, now) > limits.stall_s:
+        limits, silent_s = self.limits, self._progress.job_silent_s(ranks)
+        if limits.timeout_s is not None and time.monotonic() - self.job.started > limits.timeout_s:
+            self._look(ranks, "timeout")
+            self.job.stop("timeout")
+        elif limits.stall_s is not None and silent_s > limits.stall_s:
+            if self._finding is None:
+                self._finding = self._look(ranks, "stall")
             if limits.stop_on_stall:
-                self._end_with_stacks(ranks, "stall")
-            elif not self._stalled:
-                gather_stacks(ranks)
-            self._stalled = True
-        else:
-            self._stalled = False
+                self.job.stop("stall")
+        elif self._finding is not None:
+            self._finding = None
+            withdraw(ranks)
+        elif self._looked_at_failure_of < (attempt := _failed_attempt(ranks)):
+            # The keeper of a rank that failed holds its end back, so that those it may have waited for still live.
+            self._looked_at_failure_of = attempt
+            self._look(ranks, "failure")
 
-    def _silence(self, ranks: Sequence[Rank], now: float) -> float:
-        """Seconds since any rank made progress; each rank's own silence is kept for its lane's header."""
-        running = [r for r in ranks if r.exitcode is None and r.pid]
-        for rank in running:
-            heard = self._heard.setdefault(rank.rank, Heard(now))
-            reports = _size(rank.folder / wire.REPORTS)
-            if reports != heard.reports:
-                heard.reports, heard.at = reports, now
-            heard.silent = self.limits.stall_s is not None and now - heard.at > self.limits.stall_s
-        return min((now - self._heard[r.rank].at for r in running), default=0.0)
-
-    def _end_with_stacks(self, ranks: Sequence[Rank], reason: str) -> None:
-        gather_stacks(ranks)
-        self.job.stop(reason)
+    def _look(self, ranks: Sequence[Rank], why: str) -> Finding:
+        silent_s = {rank.rank: self._progress.silent_s(rank) for rank in ranks}
+        busy = {rank.rank: self._progress.busy(rank) for rank in ranks}
+        look(ranks, why, silent_s, busy)
+        attempts = read_attempts(self.run.folder)
+        found = find(attempts[-1] if attempts else (), live=True)
+        return found or Finding((), "", "unknown")
 
     def _note_full_disk(self) -> None:
         with contextlib.suppress(OSError):
@@ -184,27 +197,6 @@ class Watcher:
                 )
 
 
-def gather_stacks(ranks: Sequence[Rank]) -> None:
-    """Have every living rank write its Python stacks, and wait until they are there.
-
-    faulthandler writes them from the signal's handler, so that neither the GIL nor a rank that listens is needed; a
-    rank that has not confirmed its handler is never signalled.
-    """
-    asked = []
-    for rank in ranks:
-        if rank.exitcode is None and rank.pid and rank.stack_signal:
-            with contextlib.suppress(OSError):
-                os.truncate(rank.folder / wire.STACK, 0)
-            if signal_rank(rank.pid, rank.stack_signal):
-                asked.append(rank.folder / wire.STACK)
-    until = time.monotonic() + STACKS_WITHIN_S
-    while time.monotonic() < until and not all(_size(path) for path in asked):
-        time.sleep(0.01)
-    time.sleep(0.02 if asked else 0)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+def _failed_attempt(ranks: Sequence[Rank]) -> int:
+    """The attempt in which a rank has failed by now; -1 if none has."""
+    return next((r.attempt for r in ranks if r.failure or r.exitcode), -1)

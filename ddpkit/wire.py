@@ -55,6 +55,15 @@ REPORTS = "reports.jsonl"
 RETURNED = "returned.pkl"
 STACK = "stack.txt"
 CRASH = "crash.txt"
+JOINING = "joining.json"
+ASK = "ask"
+PROGRESS = "progress.json"
+COLLECTIVES = "collectives.json"
+LOOK = "look.json"
+
+# What is asked through the pipe ASK: how many collectives there were, or what they were.
+ASK_COUNT = b"c"
+ASK_ENTRIES = b"e"
 
 
 def rank_folder(run: str | os.PathLike[str], attempt: int, rank: int) -> Path:

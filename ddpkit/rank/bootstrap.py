@@ -26,7 +26,7 @@ from types import ModuleType  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
 from ddpkit import wire  # noqa: E402
-from ddpkit.rank import failure, observe  # noqa: E402
+from ddpkit.rank import collectives, failure, observe  # noqa: E402
 
 # Neither Slurm, Lightning nor Python itself uses it; SIGUSR1 is theirs.
 STACK_SIGNAL = signal.SIGRTMIN + 10
@@ -52,12 +52,15 @@ def run(target: str, as_module: bool) -> int:
         failure.note(error)
         if not error.code:
             say_finished()
+        else:
+            collectives.note()
         if isinstance(error.code, int | None):
             return (error.code or 0) & 0xFF
         print(error.code, file=sys.stderr)
         return 1
     except BaseException as error:
         failure.note(error)
+        collectives.note()
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     say_finished()
@@ -100,7 +103,8 @@ def arm(warm: bool) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         faulthandler.enable(_kept_open(folder / wire.CRASH), all_threads=True)
-        faulthandler.register(STACK_SIGNAL, _kept_open(folder / wire.STACK), all_threads=True, chain=False)
+        # Of the main thread alone: to walk the stack of a thread that is running may crash the process, and py-spy can.
+        faulthandler.register(STACK_SIGNAL, _kept_open(folder / wire.STACK), all_threads=False, chain=False)
         wire.write_record(folder / wire.STARTED, started(warm))
 
 
@@ -115,6 +119,7 @@ def started(warm: bool) -> dict[str, object]:
         "world_size": int(env.get("WORLD_SIZE", "1")),
         "stack_signal": int(STACK_SIGNAL),
         "warm": warm,
+        "master": f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}",
     }
 
 
@@ -124,6 +129,7 @@ def say_finished() -> None:
     if folder is not None:
         with contextlib.suppress(OSError):
             wire.write_record(folder / wire.FINISHED, {"at_ns": time.time_ns()})
+        collectives.note()
 
 
 def _kept_open(path: Path) -> int:

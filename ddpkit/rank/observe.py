@@ -1,26 +1,28 @@
-"""Looks on while torch.distributed is used in a rank; today, at the moment a process group is torn down.
+"""Looks on while torch.distributed is used in a rank, at the moments a process group is brought up and torn down.
 
 torch is not imported from here: its module is met on the way in, if the script ever imports it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-from . import failure
+from . import collectives, failure
 
 _WATCHED = "torch.distributed.distributed_c10d"
 
 
 def arm() -> None:
-    """Have `destroy_process_group` stamp the exception that is passing through, before it closes this rank's sockets.
+    """Have `init_process_group` and `destroy_process_group` watched.
 
     In a warm rank this was done before the zygote imported torch.
     """
@@ -29,7 +31,7 @@ def arm() -> None:
 
 
 class _Meeting(MetaPathFinder):
-    """Finds the one watched module as the other finders would, with a loader that adds the stamp after it has run."""
+    """Finds the one watched module as the other finders would, with a loader that adds the watching after it has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -39,11 +41,11 @@ class _Meeting(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _StampingLoader(spec.loader)
+            spec.loader = _WatchingLoader(spec.loader)
         return spec
 
 
-class _StampingLoader(Loader):
+class _WatchingLoader(Loader):
     def __init__(self, real: Any) -> None:
         self._real = real
 
@@ -57,15 +59,33 @@ class _StampingLoader(Loader):
         self._real.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self._real
-        module.__dict__["destroy_process_group"] = _stamping(module.__dict__["destroy_process_group"])
+        for name, watched in (("init_process_group", _joining), ("destroy_process_group", _leaving)):
+            module.__dict__[name] = watched(module.__dict__[name])
 
 
-def _stamping(destroy: Callable[..., Any]) -> Callable[..., Any]:
+def _joining(init: Callable[..., Any]) -> Callable[..., Any]:
+    """`init`, with a record of whom this rank tries to join, and the watcher's questions answered once it has."""
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(TypeError):
+            collectives.say_joining(inspect.signature(init).bind_partial(*args, **kwargs).arguments)
+        done = init(*args, **kwargs)
+        collectives.listen()
+        return done
+
+    return init_process_group
+
+
+def _leaving(destroy: Callable[..., Any]) -> Callable[..., Any]:
+    """`destroy`, with the exception that is passing through stamped before it closes this rank's sockets."""
+
     @functools.wraps(destroy)
     def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
         in_flight = sys.exc_info()[1]
         if in_flight is not None:
             failure.note(in_flight)
+        collectives.remember_groups()
         return destroy(*args, **kwargs)
 
     return destroy_process_group

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ddpkit import wire
 
-from . import failure
+from . import collectives, failure
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +61,7 @@ class setup:
         env = os.environ
         rank, world_size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
         local_rank, local_world_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
+        collectives.say_joining({})
         store = self._store(dist)
         backend = self._asked or _agreed_backend(dist, store, rank, world_size, local_world_size)
         if backend == "nccl" and not _has_own_gpu(dist, local_world_size):

@@ -1,0 +1,191 @@
+"""Looks at the ranks of a job in which nothing moves, while they live: stacks, collectives, process state, memory.
+
+py-spy comes first, where the system lets it: it reads every thread from outside, of a stopped process and of a loader's
+workers too, and no rank notices. Else faulthandler writes the main thread's stack from a signal's handler, which needs
+neither the GIL nor torch. But a signal is noticed: torch's poll for the store gives up with "Interrupted system call".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from . import wire
+from .process import signal_rank
+from .records import Rank
+
+WITHIN_S = 1.2
+SPY_WITHIN_S = 1.5
+MOST_WORKERS = 8
+_IN_LOADER = f"torch{os.sep}utils{os.sep}data{os.sep}dataloader.py"
+
+
+def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: Mapping[int, float]) -> None:
+    """Look at every living rank and write down what is found; takes as long as the slowest, at most about `WITHIN_S`.
+
+    `silent_s` and `busy` are the seconds since each rank's last progress and the share of a core it used lately.
+    """
+    living = [rank for rank in ranks if rank.exitcode is None and rank.pid]
+    states = {rank.rank: _state(rank.pid or 0) for rank in living}
+    awake = [rank for rank in living if states[rank.rank] != psutil.STATUS_STOPPED]
+    spied = spied_threads([rank.pid or 0 for rank in living])
+    for rank in living:
+        _write(rank.folder / wire.STACK, "\n".join(spied.get(rank.pid or 0, [])))
+    unseen = [rank for rank in awake if rank.pid not in spied]
+    gather_stacks([rank for rank in unseen if not rank.joining or (rank.folder / wire.ASK).exists()])
+    gather_collectives(awake)
+    for rank in living:
+        record = {
+            "at_ns": time.time_ns(),
+            "why": why,
+            "state": states[rank.rank],
+            "busy": round(busy.get(rank.rank, 0.0), 2),
+            "silent_s": round(silent_s.get(rank.rank, 0.0), 1),
+            "rss_mib": _rss_mib(rank.pid or 0),
+            "workers": list(_workers_of(rank).items()),
+        }
+        with contextlib.suppress(OSError):
+            wire.write_record(rank.folder / wire.LOOK, record)
+
+
+def withdraw(ranks: Sequence[Rank]) -> None:
+    """These ranks went on: what was found while nothing moved is no evidence of anything any more."""
+    for rank in ranks:
+        (rank.folder / wire.LOOK).unlink(missing_ok=True)
+        _write(rank.folder / wire.STACK, "")
+        if rank.exitcode is None:
+            (rank.folder / wire.COLLECTIVES).unlink(missing_ok=True)
+
+
+def ask(rank: Rank, question: bytes) -> bool:
+    """Put `question` to the rank's own thread; False where it has none, before its process group is up."""
+    try:
+        pipe = os.open(rank.folder / wire.ASK, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return os.write(pipe, question) == len(question)
+    except OSError:
+        return False
+    finally:
+        os.close(pipe)
+
+
+def gather_stacks(ranks: Sequence[Rank]) -> None:
+    """Have every living rank write its Python stack, and wait until they are there.
+
+    A rank that has not confirmed its handler is never signalled.
+    """
+    asked = []
+    for rank in ranks:
+        if rank.stack_signal and signal_rank(rank.pid or 0, rank.stack_signal):
+            asked.append(rank.folder / wire.STACK)
+    until, sizes = time.monotonic() + WITHIN_S, [0]
+    while asked and time.monotonic() < until:
+        before, sizes = sizes, [_size(path) for path in asked]
+        # A stack is whole when it does not grow any more.
+        if all(sizes) and sizes == before:
+            return
+        time.sleep(0.01)
+
+
+def gather_collectives(ranks: Sequence[Rank]) -> None:
+    """Have every living rank write down its collectives, and wait until they are there; one that holds the GIL cannot."""
+    paths = {rank.rank: rank.folder / wire.COLLECTIVES for rank in ranks}
+    before = {number: _written_ns(path) for number, path in paths.items()}
+    asked = [rank.rank for rank in ranks if ask(rank, wire.ASK_ENTRIES)]
+    until = time.monotonic() + WITHIN_S
+    while any(_written_ns(paths[n]) == before[n] for n in asked) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def spied_threads(pids: Sequence[int]) -> dict[int, list[str]]:
+    """The stacks of each process as py-spy reads them from outside, in faulthandler's form, the main thread's first; a
+    process that may not be read is left out."""
+    spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
+    spying = {}
+    for pid in pids:
+        command = [spy, "dump", "--json", "--nonblocking", "--pid", str(pid)]
+        with contextlib.suppress(OSError):
+            spying[pid] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+    found, until = {}, time.monotonic() + SPY_WITHIN_S
+    for pid, process in spying.items():
+        try:
+            answer, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+            threads = [t for t in json.loads(answer) if not str(t["thread_name"]).startswith("ddpkit")]
+            threads.sort(key=lambda thread: thread["os_thread_id"] != pid)
+            found[pid] = [_as_faulthandler_writes(thread) for thread in threads]
+        except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
+            process.kill()
+            process.communicate()
+    return found
+
+
+def _as_faulthandler_writes(thread: Mapping[str, Any]) -> str:
+    lines = [f'  File "{f["filename"]}", line {f["line"]} in {f["name"]}' for f in thread["frames"]]
+    return "\n".join([f"Thread {thread['thread_name'] or thread['thread_id']} (most recent call first):", *lines, ""])
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a stack; the rank keeps the file open for appending, so that it must stay the same file."""
+    with contextlib.suppress(OSError):
+        path.write_text(text, encoding="utf-8")
+
+
+def _workers_of(rank: Rank) -> dict[int, str]:
+    """The stacks of the DataLoader workers that this rank waits for; empty where it does not wait in a loader."""
+    if _IN_LOADER not in _text(rank.folder / wire.STACK):
+        return {}
+    try:
+        children = psutil.Process(rank.pid).children(recursive=True)
+    except psutil.Error:
+        return {}
+    spied = spied_threads([child.pid for child in children][:MOST_WORKERS])
+    return {pid: threads[0] for pid, threads in spied.items() if threads}
+
+
+def _state(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "gone"
+
+
+def _rss_mib(pid: int) -> float | None:
+    try:
+        return round(psutil.Process(pid).memory_info().rss / 2**20, 1)
+    except psutil.Error:
+        return None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

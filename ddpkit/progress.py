@@ -1,0 +1,101 @@
+"""What each rank last did that counts as progress: output, a collective, a report. Being busy does not count: a wait for
+a peer and an endless loop can both keep a core or a GPU at work."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from . import wire
+from .look import ask
+from .records import Rank
+
+# A rank that prints or reports is never asked for its collectives.
+ASK_AFTER_S = 0.4
+LATELY_S = 1.5
+
+
+@dataclass
+class Heard:
+    """One rank's last sign of progress, on the monotonic clock; `used` has when its process had used how much CPU, lately."""
+
+    at: float
+    reports: int = 0
+    collectives: object = None
+    asked: float = 0.0
+    used: deque[tuple[float, float]] = field(default_factory=deque)
+
+
+class Progress:
+    """Follows the ranks of one job. Called by the watcher, a few times a second."""
+
+    def __init__(self) -> None:
+        self._heard: dict[tuple[int, int], Heard] = {}
+
+    def spoke(self, attempt: int, rank: int) -> None:
+        """The rank has written a line."""
+        self._of(attempt, rank).at = time.monotonic()
+
+    def update(self, ranks: Sequence[Rank]) -> None:
+        """Look for reports and new collectives of the ranks that run, and at what they have computed."""
+        now = time.monotonic()
+        for rank in ranks:
+            if rank.exitcode is not None or not rank.pid:
+                continue
+            heard = self._of(rank.attempt, rank.rank)
+            reports, collectives = _size(rank.folder / wire.REPORTS), _joined(rank)
+            # The first count that a rank tells is where the counting starts.
+            if reports != heard.reports or (heard.collectives is not None and collectives != heard.collectives):
+                heard.at = now
+            heard.reports, heard.collectives = reports, collectives
+            heard.used.append((now, _cpu_s(rank.pid)))
+            while now - heard.used[0][0] > LATELY_S:
+                heard.used.popleft()
+            if now - max(heard.at, heard.asked) > ASK_AFTER_S:
+                heard.asked = now
+                ask(rank, wire.ASK_COUNT)
+
+    def silent_s(self, rank: Rank) -> float:
+        """Seconds since this rank's last progress."""
+        return time.monotonic() - self._of(rank.attempt, rank.rank).at
+
+    def busy(self, rank: Rank) -> float:
+        """The share of one core that this rank has used lately; above 1 with more threads."""
+        used = self._of(rank.attempt, rank.rank).used
+        if len(used) < 2:
+            return 0.0
+        (began, before_s), (now, now_s) = used[0], used[-1]
+        return max(0.0, now_s - before_s) / (now - began)
+
+    def job_silent_s(self, ranks: Sequence[Rank]) -> float:
+        """Seconds since any rank that runs made progress; 0 where none runs."""
+        return min((self.silent_s(r) for r in ranks if r.exitcode is None and r.pid), default=0.0)
+
+    def _of(self, attempt: int, rank: int) -> Heard:
+        return self._heard.setdefault((attempt, rank), Heard(time.monotonic()))
+
+
+def _joined(rank: Rank) -> object:
+    """How many collectives the rank has begun and ended, as last told; None where it has told nothing."""
+    told = wire.read_record(rank.folder / wire.PROGRESS)
+    return (told.get("enqueued"), told.get("completed")) if told else None
+
+
+def _cpu_s(pid: int) -> float:
+    with contextlib.suppress(psutil.Error):
+        used = psutil.Process(pid).cpu_times()
+        return used.user + used.system
+    return 0.0
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

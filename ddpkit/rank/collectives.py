@@ -1,0 +1,167 @@
+"""Writes down which collectives this rank has joined: their count when the watcher asks, all of them at a stall and at the end.
+
+What torch knows is its flight recorder, which keeps the last 2000 collectives of a rank with the Python line each came
+from. Only a thread of the rank can read it, so one waits on a named pipe in the rank's folder; it costs nothing until
+it is asked. It starts with the first process group, whose own threads are there by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpkit import wire
+
+from . import failure
+
+# The rest of a long record is read by nobody, and the frames of one entry take ten times the room of its numbers.
+MOST_PLACES = 64
+
+_lock = threading.Lock()
+_listening_pid = 0
+_members: dict[str, list[int]] = {}
+
+
+def say_joining(asked: Mapping[str, Any]) -> None:
+    """Record that this rank begins to join the process group, and whom; `asked` are `init_process_group`'s keywords.
+
+    What a script has put into the environment by now is what counts, and nobody outside can see it.
+    """
+    folder = failure.own_folder()
+    if folder is None:
+        return
+    env, by = os.environ, asked.get("init_method") or "env://"
+    record = {
+        "at_ns": time.time_ns(),
+        "master": by if by != "env://" else f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}",
+        "rank": asked["rank"] if asked.get("rank", -1) >= 0 else int(env.get("RANK", "-1")),
+        "world_size": asked["world_size"] if asked.get("world_size", -1) > 0 else int(env.get("WORLD_SIZE", "-1")),
+    }
+    with contextlib.suppress(OSError):
+        wire.write_record(folder / wire.JOINING, record)
+
+
+def listen() -> None:
+    """Begin to answer the watcher; called once a process group is up. Nothing happens outside a ddpkit job."""
+    global _listening_pid
+    folder = failure.own_folder()
+    if folder is None or _listening_pid == os.getpid():
+        return
+    _listening_pid = os.getpid()
+    with contextlib.suppress(OSError):
+        path = folder / wire.ASK
+        path.unlink(missing_ok=True)
+        os.mkfifo(path, 0o600)
+        # Open for writing too: then the pipe has no end.
+        asked = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        threading.Thread(target=_answer, args=(asked,), name="ddpkit answers its watcher", daemon=True).start()
+
+
+def _answer(asked: int) -> None:
+    while True:
+        questions = os.read(asked, 64)
+        with contextlib.suppress(Exception):
+            note(with_entries=wire.ASK_ENTRIES in questions)
+
+
+def note(with_entries: bool = True) -> None:
+    """Write this rank's collectives into its folder; nothing where torch has recorded none.
+
+    Called at a failure, before its process group is torn down, at the script's end, and by the thread that is asked.
+    """
+    folder = failure.own_folder()
+    if folder is None or _listening_pid != os.getpid():
+        return
+    with _lock:
+        remember_groups()
+        found = recorded(with_entries)
+        path = folder / (wire.COLLECTIVES if with_entries else wire.PROGRESS)
+        with contextlib.suppress(OSError):
+            wire.write_record(path, {"at_ns": time.time_ns(), **found})
+
+
+def recorded(with_entries: bool) -> dict[str, Any]:
+    """The flight recorder as plain data: `enqueued` and `completed`, the number of the last collective by process group,
+    and with `with_entries` the collectives themselves, oldest first.
+
+    An older torch without the recorder for gloo tells the numbers of the default group alone.
+    """
+    dump = getattr(getattr(sys.modules.get("torch._C"), "_distributed_c10d", None), "_dump_fr_trace", None)
+    if dump is None:
+        return {"enqueued": _sequence_number(), "completed": {}, "entries": []}
+    with _no_inductor():
+        # Written by torch in this very process.
+        trace = pickle.loads(dump(with_entries, with_entries, False))
+    status = trace.get("pg_status", {})
+    found: dict[str, Any] = {
+        "enqueued": {name: last["last_enqueued_collective"] for name, last in status.items()},
+        "completed": {name: last["last_completed_collective"] for name, last in status.items()},
+    }
+    if with_entries:
+        entries = sorted(trace.get("entries", []), key=lambda entry: entry["record_id"])
+        without_place = len(entries) - MOST_PLACES
+        found["entries"] = [_entry(entry, placed=i >= without_place) for i, entry in enumerate(entries)]
+    return found
+
+
+@contextlib.contextmanager
+def _no_inductor() -> Iterator[None]:
+    """Keep torch from importing its compiler, 0.8 s, to ask whether any of the frames were compiled: none can be, while
+    nobody has imported it."""
+    torch, nothing = sys.modules["torch"], object()
+    if "torch._inductor" not in sys.modules:
+        torch.__dict__["_inductor"] = nothing
+    try:
+        yield
+    finally:
+        if torch.__dict__.get("_inductor") is nothing:
+            del torch.__dict__["_inductor"]
+
+
+def _entry(entry: dict[str, Any], placed: bool) -> dict[str, Any]:
+    group, description = entry["process_group"]
+    return {
+        "seq": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+        "p2p": entry["is_p2p"],
+        "group": group,
+        "group_name": description,
+        "ranks": _members.get(group, []),
+        "sizes": entry["input_sizes"],
+        "dtypes": entry["input_dtypes"],
+        "at_ns": entry["time_created_ns"],
+        # gloo's entries never leave the state "scheduled"; NCCL's say "completed" before they are retired.
+        "done": entry["retired"] or entry["state"] == "completed",
+        "where": _place(entry["frames"]) if placed else None,
+    }
+
+
+def _place(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The innermost of `frames` that is the user's own, as a record."""
+    for frame in frames:
+        file, line = frame["filename"], frame["line"]
+        if failure.is_users_own(file):
+            source = linecache.getline(file, line).strip()
+            return {"file": file, "line": line, "function": frame["name"], "source": source, "own": True}
+    return None
+
+
+def remember_groups() -> None:
+    """Keep the global ranks of each process group, for when it is gone. The recorder's own list is empty for gloo."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    with contextlib.suppress(Exception):
+        _members.update({group.group_name: sorted(ranks) for group, ranks in c10d._world.pg_group_ranks.items()})
+
+
+def _sequence_number() -> dict[str, int]:
+    c10d = sys.modules["torch.distributed.distributed_c10d"]
+    with contextlib.suppress(Exception):
+        return {"0": c10d._get_default_group()._get_sequence_number_for_group()}
+    return {}
