@@ -1,18 +1,25 @@
-"""The door of ddpkit: `launch` and `Run`, imported when they are first asked for, so that `import ddpkit` costs nothing."""
+"""The door of ddpkit: `launch`, `Run` and `explain`, imported when first asked for, so that `import ddpkit` costs nothing."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .catalog import explain
     from .errors import JobFailed, LaunchError
     from .launcher import launch
     from .run import Run
 
-__all__ = ["JobFailed", "LaunchError", "Run", "launch"]
+__all__ = ["JobFailed", "LaunchError", "Run", "explain", "launch"]
 __version__ = "0.1.0"
 
-_HOMES = {"launch": "launcher", "Run": "run", "JobFailed": "errors", "LaunchError": "errors"}
+_HOMES = {
+    "launch": "launcher",
+    "Run": "run",
+    "explain": "catalog",
+    "JobFailed": "errors",
+    "LaunchError": "errors",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,14 +1,19 @@
-"""The `ddpkit` command: `ddpkit run` is torchrun with rank-tagged output, a truthful verdict and an honest exit code."""
+"""The `ddpkit` command: `run` is torchrun with rank-tagged output and an honest exit code, `explain` prints the catalog."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .catalog import Contents, NoSuchPage, Page
+from .catalog import explain as look_up
 from .errors import LaunchError
 from .launcher import launch
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Run torchrun jobs and hear the truth about them.")
 
@@ -17,7 +22,7 @@ EXIT_CODES = {"passed": 0, "stopped": 130, "timed_out": 124, "hung": 124}
 
 @app.callback()
 def _root() -> None:
-    """Keeps `run` a command of its own."""
+    """One program with several commands."""
 
 
 @app.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -57,10 +62,44 @@ def run(
     raise typer.Exit(EXIT_CODES.get(ended.state, 1))
 
 
+@app.command()
+def explain(
+    name: Annotated[str | None, typer.Argument(help="A failure of the catalog; without it, the list of all.")] = None,
+) -> None:
+    """Print the page of failure NAME: what it means, why it happens, what cures it. Exit code 2: no such failure."""
+    from rich.console import Console
+
+    found = look_up(name)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if isinstance(found, Page):
+        _print_page(console, found)
+    else:
+        _print_contents(console, found)
+
+
+def _print_page(console: Console, page: Page) -> None:
+    from rich.markdown import Markdown
+
+    console.print(page.title, style="bold")
+    console.print(f"{page.name} · seen with: {page.seen_with}\n", style="dim")
+    console.print(Markdown(page.text))
+
+
+def _print_contents(console: Console, contents: Contents) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for page in contents.pages:
+        table.add_row(page.name, page.title)
+    console.print(table)
+
+
 def main() -> None:
-    """The console script: a job that cannot be started ends in one sentence on stderr and exit code 2."""
+    """The console script: what cannot be started or is not known ends in one sentence on stderr and exit code 2."""
     try:
         app()
-    except LaunchError as error:
+    except (LaunchError, NoSuchPage) as error:
         print(f"ddpkit: {error}", file=sys.stderr)
         sys.exit(2)

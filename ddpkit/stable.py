@@ -7,9 +7,15 @@ import re
 _VARYING = (
     (re.compile(r"\[(127\.0\.0\.1|localhost|[0-9a-fA-F:.]+)\]:\d+"), r"[\1]:PORT"),
     (re.compile(r"\((localhost|127\.0\.0\.1), \d+\)"), r"(\1, PORT)"),
+    (re.compile(r"\b(localhost|127\.0\.0\.1):\d+"), r"\1:PORT"),
+    # torch's C++ log: `[W1121 10:49:44.810465318 TCPStore.cpp:340]`, and the pause before it tries again.
+    (re.compile(r"\[([WEIF])\d{3,4} \d\d:\d\d:\d\d\.\d+ "), r"[\1 "),
+    (re.compile(r"\bdelay=\d+ms"), "delay=Nms"),
+    (re.compile(r"/torch_\d+_\d+_\d+"), "/torch_N"),
     (re.compile(r"\bpid(\(s\))?([ :=]+)\d+"), r"pid\1\2N"),
+    (re.compile(r"\b[Kk]illed process \d+"), "Killed process N"),
     (re.compile(r"\b0x[0-9a-f]{6,}"), "0x…"),
-    (re.compile(r"\S*/\.ddpkit/runs/[^/\s]+/"), ""),
+    (re.compile(r"[^\s\"']*/\.ddpkit/runs/[^/\s]+/"), ""),
     (re.compile(r"/tmp/ipykernel_\d+/\d+\.py"), "the cell"),
     (re.compile(r"\S*/site-packages/"), ""),
     (re.compile(r"\[/__w/\S*?/third_party/"), "["),

@@ -1,0 +1,203 @@
+"""Reads `catalog/<failure>/page.md`: what each failure is called, how it is recognised, and the page that explains it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import cache, cached_property
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any, Literal
+
+PAGE = "page.md"
+FENCE = "+++"
+PLACES = ("failure", "stderr", "torchrun")
+
+# What a verdict can be (`Verdict.kind`); a page may be named by one.
+KINDS = frozenset(
+    "passed own tie left_early never_joined straggler mismatch shapes_differ stopped_process loader_stuck init_waiting "
+    "init_elsewhere all_waiting busy silent agent_killed agent_failed peer_lost gave_up ended timed_out unknown".split()
+)
+
+
+class NoSuchPage(LookupError):
+    """No failure of the catalog has that name: what was asked, the nearest names, how to see all."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class BadPage(ValueError):
+    """A page of the catalog cannot be read: which file, which key, what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One way to recognise a failure: a `text`, the `signal` that killed a rank, or the kind of the `verdict`.
+
+    `text` is a regular expression, `type` the exception it must stand in ("" is any). It is looked for at `where`:
+    "failure" (type, message and chain of the exception), "stderr", "torchrun" (the agent's log), or "" for the first two.
+    `consequence`: this text never is the cause. `general`: it says where something failed rather than why, and yields
+    to any other text.
+    """
+
+    text: str = ""
+    type: str = ""
+    where: str = ""
+    signal: str = ""
+    verdict: str = ""
+    consequence: bool = False
+    general: bool = False
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """`text`, compiled; `^` and `$` are the ends of a line."""
+        return re.compile(self.text, re.MULTILINE)
+
+    def looks_at(self, place: str) -> bool:
+        """Whether this text is looked for at `place`, one of `PLACES`."""
+        return place == self.where if self.where else place != "torchrun"
+
+
+@dataclass(frozen=True, repr=False)
+class Page:
+    """One failure: `text` is its page in Markdown, `seen_with` where its message was met ("documentation": nowhere here)."""
+
+    name: str
+    title: str
+    seen_with: str
+    signatures: tuple[Signature, ...]
+    text: str
+
+    @property
+    def markdown(self) -> str:
+        """The whole page, with its title and where it was seen."""
+        return f"# {self.title}\n\n`{self.name}` · seen with: {self.seen_with}\n\n{self.text}"
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown
+
+    def __repr__(self) -> str:
+        return f"{self.title}\n{self.name} · seen with: {self.seen_with}\n\n{self.text}"
+
+
+@dataclass(frozen=True, repr=False)
+class Contents:
+    """Every page of the catalog by name and title, as `explain()` shows it."""
+
+    pages: tuple[Page, ...]
+
+    def __repr__(self) -> str:
+        width = max(len(p.name) for p in self.pages)
+        return "\n".join(f"{p.name:<{width}}  {p.title}" for p in self.pages)
+
+    def _repr_markdown_(self) -> str:
+        return "\n".join(["| failure | |", "|:--|:--|", *(f"| `{p.name}` | {p.title} |" for p in self.pages)])
+
+
+def explain(name: str | None = None) -> Page | Contents:
+    """The page of failure `name`, shown as Markdown in a notebook and as text elsewhere; without `name`, the list of all.
+
+    Raises:
+        NoSuchPage: no failure has that name.
+    """
+    return Contents(pages()) if name is None else page(name)
+
+
+def page(name: str) -> Page:
+    """The page of failure `name`; `unused-parameters` does as well as `unused_parameters`.
+
+    Raises:
+        NoSuchPage: no failure has that name; the nearest names are in the sentence.
+    """
+    wanted = re.sub(r"[\s-]+", "_", name.strip().lower())
+    known = {p.name: p for p in pages()}
+    if wanted in known:
+        return known[wanted]
+    near = get_close_matches(wanted, known, n=3, cutoff=0.55) or [n for n in known if wanted and wanted in n][:3]
+    meant = f"Did you mean {' or '.join(near)}? " if near else ""
+    raise NoSuchPage(f"explain: the catalog has no failure {name!r}. {meant}`ddpkit explain` lists all {len(known)}.")
+
+
+@cache
+def pages() -> tuple[Page, ...]:
+    """Every page, by name.
+
+    Raises:
+        BadPage: one of them cannot be read.
+    """
+    return read_pages(files("ddpkit").joinpath("catalog"))
+
+
+def read_pages(folder: Traversable) -> tuple[Page, ...]:
+    """The pages of the failures in `folder`: each folder below it is one failure. See `pages`."""
+    failures = sorted((f for f in folder.iterdir() if f.joinpath(PAGE).is_file()), key=lambda f: f.name)
+    return tuple(parse(f.name, f.joinpath(PAGE).read_text(encoding="utf-8")) for f in failures)
+
+
+def parse(name: str, source: str) -> Page:
+    """The page of failure `name` from the text of its file: front matter between two lines `+++`, then Markdown.
+
+    Raises:
+        BadPage: a part is missing, or a key is not as it must be.
+    """
+    opening, _, rest = source.partition("\n")
+    head, fence, text = rest.partition(f"\n{FENCE}\n")
+    if opening.strip() != FENCE or not fence:
+        raise _bad(name, f"it must begin with TOML between two lines `{FENCE}`.")
+    try:
+        found = tomllib.loads(head)
+    except tomllib.TOMLDecodeError as error:
+        raise _bad(name, f"its front matter is no TOML: {error}.") from None
+    _check_keys(name, "front matter", found, ("title", "seen_with", "signatures", "notebook", "needs"))
+    for key in ("title", "seen_with"):
+        if not isinstance(found.get(key), str) or not found[key].strip():
+            raise _bad(name, f"key `{key}` must be a text, but is {found.get(key)!r}.")
+    tables = found.get("signatures")
+    if not isinstance(tables, list) or not tables:
+        raise _bad(name, "key `signatures` must be at least one table [[signatures]].")
+    if not text.strip():
+        raise _bad(name, "there is nothing below the front matter.")
+    signatures = tuple(_signature(name, i, table) for i, table in enumerate(tables, 1))
+    return Page(name, found["title"], found["seen_with"], signatures, text.strip() + "\n")
+
+
+def _signature(name: str, number: int, table: dict[str, Any]) -> Signature:
+    place = f"signature {number}"
+    _check_keys(name, place, table, [f.name for f in fields(Signature)])
+    for field in fields(Signature):
+        kind: Any = bool if isinstance(field.default, bool) else str
+        if field.name in table and not (isinstance(table[field.name], kind) and table[field.name] != ""):
+            raise _bad(name, f"key `{field.name}` of {place} must be a {kind.__name__}, but is {table[field.name]!r}.")
+    if len({"text", "signal", "verdict"} & set(table)) != 1:
+        raise _bad(name, f"{place} needs one of `text`, `signal` and `verdict`, but has {', '.join(table) or 'none'}.")
+    if "text" not in table and (extra := set(table) & {"type", "where", "consequence", "general"}):
+        raise _bad(name, f"key `{min(extra)}` of {place} goes with `text` only.")
+    _check_choice(name, place, "where", table, PLACES)
+    _check_choice(name, place, "verdict", table, KINDS)
+    signature = Signature(**table)
+    try:
+        _ = signature.pattern
+    except re.error as error:
+        raise _bad(name, f"key `text` of {place} is no regular expression: {error}.") from None
+    return signature
+
+
+def _check_keys(name: str, place: str, found: dict[str, Any], known: Iterable[str]) -> None:
+    for key in found:
+        if key not in known:
+            raise _bad(name, f"key `{key}` of the {place} is not known; use {', '.join(known)}.")
+
+
+def _check_choice(
+    name: str, place: str, key: Literal["where", "verdict"], table: dict[str, Any], of: Iterable[str]
+) -> None:
+    if key in table and table[key] not in of:
+        raise _bad(name, f"key `{key}` of {place} is {table[key]!r}; use {', '.join(sorted(of))}.")
+
+
+def _bad(name: str, what: str) -> BadPage:
+    return BadPage(f"catalog/{name}/{PAGE}: {what}")

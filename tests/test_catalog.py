@@ -1,0 +1,161 @@
+"""The catalog: every page is whole, no two say the same, a broken one is told in a sentence, and `explain` prints them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import ddpkit
+from ddpkit.catalog import KINDS, BadPage, NoSuchPage, Page, page, pages, parse, read_pages
+
+SECTIONS = ["What it means", "Why it happens", "Cures", "NCCL and gloo", "Read on"]
+# What a verdict says that needs no page: there is nothing to explain, or the text of the ranks is asked first.
+WITHOUT_A_PAGE = {"passed", "tie", "agent_failed", "unknown"}
+
+
+def page_text(head: str) -> str:
+    return f"+++\n{head}\n+++\n\n## What it means\n\nSo.\n"
+
+
+def ddpkit_explain(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("ddpkit")), "explain", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "100"})
+
+
+@pytest.mark.parametrize("each", pages(), ids=lambda p: p.name)
+def test_a_page_is_whole(each: Page) -> None:
+    assert each.title and each.seen_with and each.signatures
+    headings = [line.removeprefix("## ") for line in each.text.splitlines() if line.startswith("## ")]
+    assert headings == SECTIONS
+    assert len(each.text.splitlines()) <= 60, "a page is read at 2 a.m."
+    assert not [line for line in each.text.splitlines() if len(line) > 125]
+    assert "Let's" not in each.text and "simply" not in each.text and "**" not in each.text
+
+
+def test_the_folders_and_the_pages_are_the_same() -> None:
+    folder = Path(ddpkit.__file__).with_name("catalog")
+    assert [p.name for p in pages()] == sorted(f.name for f in folder.iterdir())
+
+
+def test_no_two_pages_share_a_signature_or_a_title() -> None:
+    everything = [s for p in pages() for s in p.signatures]
+    assert [s for s, number in Counter(everything).items() if number > 1] == []
+    assert len({p.title for p in pages()}) == len(pages())
+
+
+def test_every_verdict_that_tells_a_failure_has_its_page() -> None:
+    told = {s.verdict for p in pages() for s in p.signatures if s.verdict}
+    assert told == KINDS - WITHOUT_A_PAGE
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("## What it means\n", r"catalog/torn/page.md: it must begin with TOML between two lines `\+\+\+`"),
+        ('+++\ntitle = "x"\n', "it must begin with TOML"),
+        (page_text("title = x"), "its front matter is no TOML: Invalid value"),
+        (page_text('seen_with = "torch"'), "key `title` must be a text, but is None"),
+        (page_text('title = "x"\nseen_with = 3'), "key `seen_with` must be a text, but is 3"),
+        (page_text('title = "x"\nseen_with = "t"'), "key `signatures` must be at least one table"),
+        (page_text('title = "x"\nseen_with = "t"\nsignatures = []'), "key `signatures` must be at least one table"),
+        (page_text('titel = "x"'), "key `titel` of the front matter is not known; use title, seen_with"),
+    ],
+)
+def test_a_page_that_cannot_be_read_is_told_in_one_sentence(source: str, sentence: str) -> None:
+    with pytest.raises(BadPage, match=sentence) as told:
+        parse("torn", source)
+    assert len(str(told.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("signature", "sentence"),
+    [
+        ("text = '('", "key `text` of signature 1 is no regular expression"),
+        ("text = 3", "key `text` of signature 1 must be a str, but is 3"),
+        ("text = ''", "key `text` of signature 1 must be a str, but is ''"),
+        ("text = 'x'\nconsequence = 'yes'", "key `consequence` of signature 1 must be a bool"),
+        ("text = 'x'\nwhere = 'stdout'", "key `where` of signature 1 is 'stdout'; use failure, stderr, torchrun"),
+        ("verdict = 'guilty'", "key `verdict` of signature 1 is 'guilty'; use agent_failed, "),
+        (
+            "text = 'x'\nsignal = 'SIGKILL'",
+            "signature 1 needs one of `text`, `signal` and `verdict`, but has text, signal",
+        ),
+        ("type = 'ValueError'", "signature 1 needs one of"),
+        ("signal = 'SIGKILL'\nwhere = 'stderr'", "key `where` of signature 1 goes with `text` only"),
+        ("regex = 'x'", "key `regex` of the signature 1 is not known"),
+    ],
+)
+def test_a_signature_that_cannot_be_meant_is_told_by_its_key(signature: str, sentence: str) -> None:
+    with pytest.raises(BadPage, match=sentence):
+        parse("torn", page_text(f'title = "x"\nseen_with = "t"\n[[signatures]]\n{signature}'))
+
+
+def test_a_page_without_a_text_is_refused() -> None:
+    with pytest.raises(BadPage, match="there is nothing below the front matter"):
+        parse("torn", '+++\ntitle = "x"\nseen_with = "t"\n[[signatures]]\nverdict = "busy"\n+++\n')
+
+
+def test_pages_are_found_by_their_folders(tmp_path: Path) -> None:
+    for name in ("late", "early"):
+        (tmp_path / name).mkdir()
+        head = f'title = "{name}"\nseen_with = "t"\n[[signatures]]\ntext = \'{name}\''
+        (tmp_path / name / "page.md").write_text(page_text(head))
+    (tmp_path / "README").write_text("not a page")
+    (tmp_path / "empty").mkdir()
+    assert [p.title for p in read_pages(tmp_path)] == ["early", "late"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"),
+    [("unused_parameter", "unused_parameters"), ("oom_cuda", "out_of_memory_cuda"), ("nccl_errors", "nccl_error")],
+)
+def test_a_near_miss_is_answered_with_the_name(asked: str, near: str) -> None:
+    with pytest.raises(NoSuchPage, match=f"has no failure '{asked}'. Did you mean .*{near}"):
+        page(asked)
+
+
+def test_a_name_from_nowhere_is_sent_to_the_list() -> None:
+    with pytest.raises(NoSuchPage, match=r"has no failure 'qqqq'\. `ddpkit explain` lists all \d+"):
+        page("qqqq")
+    with pytest.raises(NoSuchPage):
+        page("")
+
+
+def test_explain_shows_markdown_in_a_notebook_and_text_elsewhere() -> None:
+    found = ddpkit.explain("Unused-Parameters")
+    assert found.name == "unused_parameters"
+    assert found._repr_markdown_().startswith("# Parameters took no part in the loss")
+    assert "seen with: torch 2.13.0+cpu, gloo" in found._repr_markdown_()
+    assert repr(found).startswith("Parameters took no part in the loss")
+    everything = ddpkit.explain()
+    assert "| `killed` | A rank was killed by SIGKILL, and not by torchrun |" in everything._repr_markdown_()
+    assert len(repr(everything).splitlines()) == len(pages())
+
+
+def test_explain_in_a_terminal() -> None:
+    done = ddpkit_explain("early_exit")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(
+        "A rank left with exit code 0 while others still waited for it\nearly_exit · seen with"
+    )
+    assert "What it means" in done.stdout and "##" not in done.stdout and "+++" not in done.stdout
+
+
+def test_explain_without_a_name_lists_all() -> None:
+    done = ddpkit_explain()
+    assert done.returncode == 0
+    assert all(p.name in done.stdout for p in pages())
+    assert "The port of the store is taken" in done.stdout
+
+
+def test_explain_of_an_unknown_failure_is_one_sentence_and_exit_code_2() -> None:
+    done = ddpkit_explain("unused_parameter")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("ddpkit: explain: the catalog has no failure 'unused_parameter'. Did you mean")
+    assert len(done.stderr.strip().splitlines()) == 1
