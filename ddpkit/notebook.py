@@ -54,7 +54,7 @@ def show_ended(run: Run, sink: Sink) -> None:
     if kernel is None or isinstance(sink, Silence):
         return
     if not _is_text(sink):
-        _publish(run)
+        _publish(run, below_view=True)
     _shown[id(run)] = kernel.execution_count
 
 
@@ -66,10 +66,12 @@ def display_run(run: Run) -> None:
     _publish(run)
 
 
-def _publish(run: Run) -> None:
+def _publish(run: Run, below_view: bool = False) -> None:
     from IPython.display import display
 
-    display({"text/plain": str(run), "text/html": run._repr_html_()}, raw=True)
+    from .markup import as_html
+
+    display({"text/plain": str(run), "text/html": as_html(run, below_view)}, raw=True)
 
 
 def _is_text(sink: Sink) -> bool:

@@ -7,18 +7,20 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import wire
 from .culprit import Culprit, Ending, Verdict, judge, plain_words
+from .diagnosis import Diagnosis, diagnose
 from .errors import JobFailed
+from .evidence import Row, diagnosis_line, rows, text_lines
 from .records import Rank, read_attempts
 from .stable import shortened, stable
 
 if TYPE_CHECKING:
     from .process import Job
+    from .timeline import Timeline
 
 
 class Run:
@@ -133,6 +135,15 @@ class Run:
         return self.verdict.culprit
 
     @property
+    def diagnosis(self) -> Diagnosis | None:
+        """What went wrong, by the catalog, with the lines that tell it; None for a run that passed or still goes on."""
+        return self._diagnosis if self._is_over() else None
+
+    @cached_property
+    def _diagnosis(self) -> Diagnosis | None:
+        return diagnose(self.ranks, self.verdict, self.torchrun_log)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What else the user should know: processes that had to be ended, a log that was capped, a disk that was full."""
         return self._known["notes"]
@@ -227,52 +238,48 @@ class Run:
         culprit = self.culprit
         if culprit is None:
             return ""
-        first = (
-            self.ranks[0]
-            if culprit == "every rank"
-            else self._rank(culprit if isinstance(culprit, int) else culprit[0])
-        )
         subject = "every rank" if culprit == "every rank" else "rank " + ", ".join(map(str, _as_tuple(culprit)))
-        if first is None or first.failure is None:
-            return f"{subject}: {first.words if first else 'at fault'}"
-        line = f", {first.failure.line_text}" if first.failure.line_text else ""
-        return f"{subject}: {stable(first.failure.type)}{line}"
+        first = next((row for row in self.rows if culprit == "every rank" or row.rank in _as_tuple(culprit)), None)
+        if first is None:
+            return f"{subject}: at fault"
+        failure = next(r for r in self.ranks if r.rank == first.rank).failure
+        own = failure is not None and first.message
+        words = stable(failure.type) if failure and own else first.words
+        return f"{subject}: {words}, {first.where}" if first.where else f"{subject}: {words}"
 
-    def _rank(self, number: int) -> Rank | None:
-        return next((r for r in self.ranks if r.rank == number), None)
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The ranks as the text and HTML forms show them, the same in every run."""
+        return rows(self.ranks, [r.rank for r in self.ranks if r.role == "culprit"], self.revealed, steady=True)
 
     def __str__(self) -> str:
         lines = [self.headline]
         if self.state not in ("running", "passed"):
             if self.revealed and self.verdict.sentence:
                 lines.append(f"  {self.verdict.sentence}")
-            lines += [f"  rank {rank}  {words:<34} {failure}".rstrip() for rank, words, failure in self._table()]
+            if self.revealed and self.diagnosis:
+                lines.append(f"  diagnosis: {diagnosis_line(self.diagnosis)}")
+            lines += [f"  {line}" for line in text_lines(self.rows)]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
     __repr__ = __str__
 
-    def _table(self, messages: bool = False) -> list[tuple[int, str, str]]:
-        """Rows of rank, words, and at which line; without any judgement where the verdict is held back."""
-        rows = []
-        for rank in self.ranks:
-            words = rank.words if self.revealed else plain_words(rank)
-            said = [rank.failure.line_text] if rank.failure else []
-            if rank.failure and (messages or rank.failure.type not in words) and rank.role != "consequence":
-                said.insert(0, rank.failure.text)
-            if rank.failure is None and rank.exitcode != 0 and rank.at:
-                said.append(f"was at {rank.at.text}")
-            rows.append((rank.rank, words, stable(" · ".join(s for s in said if s))))
-        return rows
+    def plot(self) -> Timeline:
+        """A figure of the ranks over time: what each did, what it waited in, and how it ended.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from .timeline import draw
+
+        return draw(self)
 
     def _repr_html_(self) -> str:
-        """The same words as the text form; the live view above it carries the sentence already."""
-        told = self.state not in ("running", "passed")
-        sentence = self.verdict.sentence if told and self.revealed and self.culprit is None else ""
-        rows = "".join(_row_html(*row) for row in self._table(messages=True)) if told else ""
-        notes = "".join(f"<div>note: {escape(note)}</div>" for note in self.notes)
-        parts = [_headline_html(self.headline, self.state), f"<div>{escape(sentence)}</div>" if sentence else ""]
-        return f'<div class="ddpkit-run">{"".join(parts)}{f"<table>{rows}</table>" if rows else ""}{notes}</div>'
+        """The same words as the text form."""
+        from .markup import as_html
+
+        return as_html(self)
 
     def _ipython_display_(self) -> None:
         """Shown as HTML and text, unless `launch` has just shown it in this very cell."""
@@ -364,20 +371,6 @@ def _last_words(log: str) -> str:
     """The last line of torchrun's log that states an error."""
     lines = [line.strip() for line in log.splitlines() if "Error" in line and not line.startswith((" ", "[", "W", "E"))]
     return shortened(stable(lines[-1])) if lines else ""
-
-
-_COLOURS = {"passed": "#1a7f37", "running": "#0969da", "stopped": "#6e7781"}
-
-
-def _headline_html(headline: str, state: str) -> str:
-    name, _, rest = headline.partition(" → ")
-    colour = _COLOURS.get(state, "#cf222e")
-    return f'<div><b>{escape(name)}</b> → <b style="color:{colour}">{escape(rest)}</b></div>'
-
-
-def _row_html(rank: int, words: str, said: str) -> str:
-    cells = (f"rank {rank}", escape(words), f"<code>{escape(said)}</code>" if said else "")
-    return "<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + "</tr>"
 
 
 def save_spec(folder: Path, spec: Mapping[str, Any]) -> None:

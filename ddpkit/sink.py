@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from .evidence import Standstill
     from .run import Run
 
 
@@ -41,13 +42,15 @@ class RankNow:
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """The job at this moment. `skipped` counts display lines per rank that were never passed on."""
+    """The job at this moment. `skipped` counts display lines per rank that were never passed on; `still` is what was
+    found when nothing moved, None while the job goes on."""
 
     state: str
     elapsed_s: float
     ranks: tuple[RankNow, ...]
     skipped: dict[int, int]
     note: str = ""
+    still: Standstill | None = None
 
 
 class Sink(Protocol):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from .evidence import text_lines
 from .sink import Line, Now
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class TextSink:
         from rich.console import Console
 
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False, emoji=False)
-        self._note = ""
+        self._note, self._is_still = "", False
 
     def begin(self, run: Run, stop: Callable[[], None]) -> None:
         """Say what starts."""
@@ -41,10 +42,15 @@ class TextSink:
             self._console.print(tag.append(line.text, style="default"))
 
     def now(self, now: Now) -> None:
-        """Print a new note, such as a stall."""
-        if now.note and now.note != self._note:
-            self._console.print(f"ddpkit: {now.note}", style="italic")
-        self._note = now.note
+        """Print a new note; at a stall what was found, once, and that the job goes on, if it does."""
+        said = [now.note] if now.note != self._note else []
+        if now.still and not self._is_still:
+            said += [now.still.sentence, *(f"  {line}" for line in text_lines(now.still.rows))]
+        if self._is_still and not now.still and now.state == "running":
+            said.append("The job goes on by itself.")
+        for line in filter(None, said):
+            self._console.print(f"ddpkit: {line}", style="italic")
+        self._note, self._is_still = now.note, now.still is not None
 
     def end(self, run: Run) -> None:
         """Print the run's own text."""

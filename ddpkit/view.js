@@ -1,4 +1,5 @@
-// Draws a running job as live lanes, from the short messages that `view.py` sends; text of a rank only ever becomes a text node.
+// Draws a running job as live lanes, from the short messages that `view.py` sends; text of a rank only ever becomes a text
+// node. `evidence.js`, which stands below this in the same module, draws what was found when nothing moved.
 
 const STDERR = 1;
 const GAP = 2;
@@ -23,7 +24,7 @@ export default {
   },
 };
 
-// One job: header, lanes, verdict.
+// One job: header, lanes, evidence.
 class View {
   constructor(model) {
     this.model = model;
@@ -53,12 +54,12 @@ class View {
     const actions = make("div", "ddp-actions", this.jump, this.copy, this.stop);
     this.chips = make("div", "ddp-chips");
     this.grid = make("div", "ddp-grid");
-    this.verdict = make("div", "ddp-verdict");
-    this.chips.hidden = this.verdict.hidden = true;
+    this.evidence = new Evidence();
+    this.chips.hidden = true;
     this.chips.setAttribute("role", "group");
     this.chips.setAttribute("aria-label", "Ranks; press to open or close a lane");
     const head = make("div", "ddp-head", make("div", "ddp-title", this.name, state, about), actions);
-    this.root = make("section", "ddpkit", head, this.chips, this.grid, this.verdict);
+    this.root = make("section", "ddpkit", head, this.chips, this.grid, this.evidence.root);
     // JupyterLab's one-key shortcuts would take Enter and the arrows from the buttons and lanes in here.
     this.root.setAttribute("data-lm-suppress-shortcuts", "true");
   }
@@ -138,7 +139,7 @@ class View {
     this.take({ ...picture, sampled: true });
   }
 
-  take({ lanes = [], ranks, at, state, note, sampled }) {
+  take({ lanes = [], ranks, at, state, note, still, sampled }) {
     for (const [rank, rows] of lanes) this.lane(rank).queue(rows);
     if (ranks) {
       this.at = at;
@@ -146,6 +147,7 @@ class View {
       for (const now of ranks) this.showRank(now, sampled);
       this.arrange();
     }
+    if (still !== undefined) this.evidence.show(still);
     this.drawSoon();
   }
 
@@ -175,7 +177,9 @@ class View {
   tick() {
     const quiet = (performance.now() - this.heardAt) / 1000;
     // Between two messages the clock runs on by itself, but not for long: a dead kernel must not look alive.
-    this.elapsed.textContent = this.at ? duration(this.at + Math.min(quiet, SILENCE_S)) : "";
+    const at = this.at + Math.min(quiet, SILENCE_S);
+    this.elapsed.textContent = this.at ? duration(at) : "";
+    this.evidence.tick(at);
     if (this.at && quiet > SILENCE_S) this.note.textContent = `no word from the kernel for ${Math.floor(quiet)} s`;
   }
 
@@ -236,9 +240,8 @@ class View {
     }
     this.arrange();
     for (const lane of this.lanes.values()) lane.settle();
-    this.jump.hidden = !this.firstError();
-    this.verdict.hidden = !final.sentence;
-    this.verdict.textContent = final.sentence;
+    this.jump.hidden = !this.firstError()?.firstError;
+    this.evidence.finish(final.still, final.alike);
   }
 
   hideStop() {

@@ -1,4 +1,5 @@
-"""`RunView`: a running job as live lanes in a notebook; speaks by short messages to `view.js`, which draws them.
+"""`RunView`: a running job as live lanes in a notebook; speaks by short messages to `view.js`, which draws them, and
+`evidence.js`, which draws what was found when nothing moved.
 
 Lines only queue here. A clock on a thread of its own sends what has queued: the first line after a quiet time at
 once, then a batch every `TICK_S`. Queues are bounded; what does not fit is counted and told, never sent.
@@ -17,6 +18,10 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
+from .diagnosis import Diagnosis
+from .evidence import Row as RankRow
+from .evidence import Standstill, first_paragraph, rows, short_file
+from .frames import Frame
 from .sink import Line, Now
 
 if TYPE_CHECKING:
@@ -30,6 +35,7 @@ MOST_PENDING = 2_000
 MOST_REMEMBERED = 500
 PICTURE_CHARS = 240_000
 MOST_SAMPLES = 120
+MOST_EVIDENCE = 4
 # A front end may load view.js late, and its question may wait behind the busy cell: then it is told unasked.
 UNASKED_AT_S = (1.0, 3.0, 8.0)
 
@@ -122,7 +128,8 @@ class Lane:
 class RunView(anywidget.AnyWidget):
     """The live view of one job: a lane per rank, memory, states, a Stop button. A `Sink`."""
 
-    _esm = Path(__file__).with_name("view.js")
+    # A widget has one module; kept in two files.
+    _esm = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("view.js", "evidence.js"))
     _css = Path(__file__).with_name("view.css")
     # What the job is: set once, at its beginning.
     job = traitlets.Dict().tag(sync=True)
@@ -136,6 +143,7 @@ class RunView(anywidget.AnyWidget):
         self._lanes: dict[int, Lane] = {}
         self._now: Now | None = None
         self._fresh = False
+        self._told_still: Standstill | None = None
         self._start_ns = time.time_ns()
         self._sent = 0
         self._asked: list[str] = []
@@ -216,6 +224,9 @@ class RunView(anywidget.AnyWidget):
             waiting = [number for number, lane in self._lanes.items() if lane.pending or lane.dropped]
             lanes = [[number, self._lanes[number].take(chars / len(waiting))] for number in waiting]
             states = self._states() if self._fresh else {}
+            if self._now is not None and self._now.still != self._told_still:
+                self._told_still = self._now.still
+                states["still"] = _still(self._now)
             self._fresh = False
         if not lanes and not states:
             return
@@ -240,6 +251,7 @@ class RunView(anywidget.AnyWidget):
             "lanes": [[number, lane.picture(chars)] for number, lane in self._lanes.items()],
             "curves": [[number, lane.samples] for number, lane in self._lanes.items()],
             **self._states(),
+            "still": _still(self._now),
         }
 
     def _states(self) -> dict[str, Any]:
@@ -308,18 +320,58 @@ def hear_clicks_while_busy(widget: Any) -> bool:
 
 def _ending(run: Run) -> dict[str, Any]:
     """What is known once the job is over. Without the verdict nothing in it tells one failed rank from another."""
-    ranks = [_ended_rank(rank, run.revealed) for rank in run.ranks]
+    table = {row.rank: row for row in rows(run.ranks, [r.rank for r in run.ranks if r.role == "culprit"], run.revealed)}
+    ranks = [_ended_rank(rank, table[rank.rank], run.revealed) for rank in run.ranks]
     sentence, alike = (run.verdict.sentence, run.culprit == "every rank") if run.revealed else ("", False)
-    note = " ".join(getattr(run, "notes", ()))
-    return {"over": True, "sentence": sentence, "alike": alike, "note": note, "endings": ranks}
+    said = {"alike": alike, "note": " ".join(run.notes), "endings": ranks}
+    if run.state == "passed":
+        return {"over": True, **said, "still": None}
+    diagnosis = _diagnosis(run.diagnosis) if run.revealed and run.diagnosis else None
+    seen = {"sentence": sentence, "rows": [_row(row) for row in table.values()], "diagnosis": diagnosis}
+    return {"over": True, **said, "still": seen}
 
 
-def _ended_rank(rank: Any, revealed: bool) -> list[Any]:
+def _still(now: Now | None) -> dict[str, Any] | None:
+    """What was found when nothing moved; None while the job goes on."""
+    if now is None or now.still is None:
+        return None
+    table = [_row(row) for row in now.still.rows]
+    return {"sentence": now.still.sentence, "at": round(now.still.at_s, 2), "rows": table}
+
+
+def _row(row: RankRow) -> dict[str, Any]:
+    return {
+        "rank": row.rank,
+        "state": row.state,
+        "tone": row.tone,
+        "where": row.where,
+        "collective": row.collective,
+        "waits": row.waits,
+        "silent": None if row.silent_s is None else round(row.silent_s, 1),
+        "busy": row.busy,
+        "stack": [_frame(frame) for frame in row.stack],
+        "workers": [[_frame(frame) for frame in stack] for stack in row.workers],
+    }
+
+
+def _frame(frame: Frame) -> list[Any]:
+    """[1 if the user's own, line, source, function, file]"""
+    return [int(frame.own), frame.line, frame.source, frame.function, short_file(frame)]
+
+
+def _diagnosis(found: Diagnosis) -> dict[str, Any]:
+    said = [evidence.said for evidence in found.evidence][:MOST_EVIDENCE]
+    about = {"name": found.name, "confidence": found.confidence, "title": found.title, "evidence": said}
+    return {**about, "page": first_paragraph(found)}
+
+
+def _ended_rank(rank: Any, row: RankRow, revealed: bool) -> list[Any]:
     """[rank, role, words, type, message, line, peak MiB]; a role of "failed" names nobody."""
     failure, peak = rank.failure, _whole(rank.peak_rss_mib)
     type_, message, line = (failure.type, failure.message, failure.line_text) if failure else ("", "", "")
     if revealed:
-        return [rank.rank, rank.role, rank.words, type_, message[:4_000], line, peak]
+        words = row.words if row.silent_s is not None else rank.words
+        return [rank.rank, rank.role, words, type_, message[:4_000], line, peak]
     passed = getattr(rank, "exitcode", None) == 0 or rank.role == "passed"
     words = "passed" if passed else f"raised {type_}" if type_ and not type_.startswith("SIG") else rank.words
     return [rank.rank, "passed" if passed else "failed", words.split(": a consequence")[0], "", "", "", peak]

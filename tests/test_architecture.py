@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "ddpkit"
 
 # Arrows go only downward: a room may import those named here, at its top or inside its functions.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"launcher", "run", "errors", "magic"},
-    "cli": {"launcher", "errors"},
+    "__init__": {"launcher", "run", "catalog", "errors", "magic"},
+    "cli": {"launcher", "catalog", "errors"},
     "magic": {"launcher", "options", "target", "errors"},
     "launcher": {
         "notebook",
@@ -29,38 +29,76 @@ ALLOWED: dict[str, set[str]] = {
     },
     "options": {"machine", "errors", "wire"},
     "folders": {"errors", "wire"},
-    "notebook": {"view", "terminal", "run", "sink", "errors"},
-    "view": {"sink", "run"},
-    "terminal": {"sink", "run"},
-    "watch": {"cap", "tail", "process", "run", "culprit", "records", "machine", "sink", "wire"},
+    "notebook": {"view", "terminal", "markup", "run", "sink", "errors"},
+    "view": {"evidence", "diagnosis", "frames", "sink", "run"},
+    "terminal": {"evidence", "sink", "run"},
+    "watch": {
+        "cap",
+        "tail",
+        "process",
+        "run",
+        "culprit",
+        "records",
+        "machine",
+        "look",
+        "progress",
+        "evidence",
+        "standstill",
+        "sink",
+        "wire",
+    },
+    "look": {"process", "records", "wire"},
+    "progress": {"look", "records", "wire"},
     "cap": {"tail", "process", "wire"},
     "tail": {"sink", "wire"},
     "process": {"zygote", "errors", "wire"},
     "zygote": {"client", "wire"},
     "target": {"errors", "wire"},
-    "run": {"notebook", "process", "culprit", "records", "stable", "errors", "wire"},
-    "culprit": {"records", "stable"},
-    "records": {"stable", "wire"},
-    "sink": {"run"},
+    "markup": {"diagnosis", "evidence", "stable", "run"},
+    "run": {
+        "notebook",
+        "markup",
+        "process",
+        "timeline",
+        "evidence",
+        "diagnosis",
+        "culprit",
+        "records",
+        "stable",
+        "errors",
+        "wire",
+    },
+    "timeline": {"run", "evidence", "standstill", "collectives", "records", "stable"},
+    "evidence": {"catalog", "diagnosis", "culprit", "standstill", "frames", "records", "stable"},
+    "diagnosis": {"catalog", "culprit", "records", "stable", "wire"},
+    "catalog": set(),
+    "culprit": {"standstill", "records", "stable"},
+    "standstill": {"collectives", "frames", "records"},
+    "records": {"collectives", "frames", "stable", "wire"},
+    "collectives": {"frames", "wire"},
+    "frames": {"wire"},
+    "sink": {"evidence", "run"},
     "errors": {"run"},
     "machine": set(),
     "stable": set(),
     "wire": set(),
-    "keeper": {"client", "wire"},
+    "keeper": {"client", "oom", "wire"},
+    "oom": set(),
     "client": set(),
     "rank": {"process_group", "reports"},
     "rank.zygote": {"keeper", "client", "wire", "rank.forked", "rank.observe"},
     "rank.forked": {"keeper", "client", "wire", "rank.bootstrap"},
-    "rank.bootstrap": {"wire", "rank.failure", "rank.observe"},
+    "rank.bootstrap": {"wire", "rank.collectives", "rank.failure", "rank.observe"},
     "rank.failure": {"wire"},
-    "rank.observe": {"rank.failure"},
+    "rank.collectives": {"wire", "rank.failure"},
+    "rank.observe": {"rank.collectives", "rank.failure"},
     "rank.function": {"wire"},
-    "rank.process_group": {"wire", "rank.failure"},
+    "rank.process_group": {"wire", "rank.collectives", "rank.failure"},
     "rank.reports": {"wire"},
 }
 
 
-HALL = {"wire", "keeper", "client"}
+HALL = {"wire", "keeper", "client", "oom"}
 
 
 def rooms() -> dict[str, Path]:
@@ -132,13 +170,15 @@ def test_every_file_opens_with_a_sentence_and_no_function_outgrows_a_screen() ->
 
 
 def test_import_ddpkit_brings_neither_torch_nor_widgets() -> None:
-    code = (
-        "import sys, ddpkit; print(sorted({'torch', 'anywidget', 'ipywidgets', 'IPython', 'numpy'} & set(sys.modules)))"
-    )
+    heavy = {"torch", "anywidget", "ipywidgets", "IPython", "numpy", "matplotlib"}
+    code = f"import sys, ddpkit; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 def test_an_unknown_name_is_told_what_there_is() -> None:
     done = subprocess.run([sys.executable, "-c", "import ddpkit; ddpkit.lunch"], capture_output=True, text=True)
-    assert "module 'ddpkit' has no attribute 'lunch'; it offers JobFailed, LaunchError, Run, launch" in done.stderr
+    assert (
+        "module 'ddpkit' has no attribute 'lunch'; it offers JobFailed, LaunchError, Run, explain, launch"
+        in done.stderr
+    )

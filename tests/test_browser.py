@@ -56,6 +56,27 @@ with setup() as here:
 """
 
 
+STALLS = """%%torchrun --nproc-per-node 2 --as training --stall 3 --timeout 600
+import os, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+net = DDP(torch.nn.Linear(8, 1))
+
+def load_batch(step):
+    while rank == 1 and step == 3 and not os.path.exists("FILE"):
+        time.sleep(0.05)
+    return torch.ones(4, 8)
+
+for step in range(40):
+    net(load_batch(step)).sum().backward()
+    print(f"step {step}", flush=True)
+    time.sleep(0.2 if step > 2 else 0)
+"""
+
+
 class Lab:
     """A JupyterLab server of this environment and a browser page at one of its notebooks."""
 
@@ -206,6 +227,85 @@ def test_a_failed_job_shows_who_is_at_fault_and_runs_no_markup(lab: Lab, page: A
     page.screenshot(path=shots / "live-failed-800px.png")
     lanes = [lane(page, r).bounding_box() for r in (0, 1)]
     assert lanes[1]["y"] >= lanes[0]["y"] + lanes[0]["height"], "lanes do not stack at 800 px"
+
+
+def test_a_standstill_shows_who_holds_it_up_and_is_withdrawn(lab: Lab, page: Any, shots: Path) -> None:
+    go = lab.folder / "go"
+    lab.write("stalls.ipynb", ["%load_ext ddpkit", STALLS.replace("FILE", str(go)), "training.plot()"])
+    lab.open(page, "stalls.ipynb")
+    run_cell(page, 0)
+    run_cell(page, 1)
+    shown = page.locator(".ddpkit")
+    wait_for_text(page, shown, "Rank 1 has not joined all_reduce")
+    rows = shown.locator(".ddp-row")
+    assert rows.count() == 2
+    assert (
+        "in all_reduce #" in rows.nth(0).inner_text() and "line 16: net(load_batch(step))" in rows.nth(0).inner_text()
+    )
+    assert "sits idle" in rows.nth(1).inner_text() and "holds up the rest" in rows.nth(1).inner_text()
+    waited = rows.nth(0).locator(".ddp-number").first
+    before = waited.inner_text()
+    stack = rows.nth(1).locator(".ddp-own")
+    assert not stack.first.is_visible()
+    rows.nth(1).locator("summary").first.focus()
+    page.keyboard.press("Enter")
+    stack.first.wait_for()
+    assert "load_batch" in stack.first.inner_text() and "<module>" in stack.last.inner_text()
+    rows.nth(0).locator("summary").first.click()
+    rows.nth(0).locator(".ddp-whole summary").click()
+    assert "torch/autograd" in rows.nth(0).inner_text()
+    page.wait_for_function("before => document.querySelector('.ddp-row .ddp-number').innerText !== before", arg=before)
+    shoot_all(page, shots, "live-standstill")
+    go.touch()
+    wait_for_text(page, shown, "The job goes on by itself.")
+    assert rows.count() == 0 and "has not joined" not in shown.inner_text()
+    page.screenshot(path=shots / "live-standstill-withdrawn.png")
+    wait_for_text(page, shown, "passed")
+    assert not shown.locator(".ddp-evidence").is_visible()
+    run_cell(page, 2)
+    page.locator(".jp-RenderedImage img").wait_for()
+    page.locator(".jp-RenderedImage img").scroll_into_view_if_needed()
+    page.screenshot(path=shots / "figure-passed.png")
+
+
+def test_a_hung_job_keeps_its_verdict_diagnosis_and_table(lab: Lab, page: Any, shots: Path) -> None:
+    cell = STALLS.replace("FILE", "never").replace("--timeout 600", "--stop-on-stall")
+    lab.write("hangs.ipynb", ["%load_ext ddpkit", cell, "training.plot()", "training"])
+    lab.open(page, "hangs.ipynb")
+    run_cell(page, 0)
+    run_cell(page, 1)
+    shown = page.locator(".ddpkit")
+    wait_for_text(page, shown, "Rank 1 never joined all_reduce")
+    wait_for_text(page, shown, "at fault")
+    assert "skipped_collective · certain" in shown.inner_text()
+    shown.locator(".ddp-diagnosis summary").click()
+    wait_for_text(page, shown, "ddpkit explain skipped_collective")
+    shown.locator(".ddp-row > summary").nth(1).click()
+    shown.scroll_into_view_if_needed()
+    shoot_all(page, shots, "live-hung")
+    for cell_number in (2, 3):
+        run_cell(page, cell_number)
+    wait_for_text(page, page.locator(".jp-RenderedHTML .ddpkit-run"), "stacks, your own lines")
+    page.locator(".jp-RenderedImage img").wait_for()
+    page.locator(".jp-RenderedHTML").last.scroll_into_view_if_needed()
+    page.screenshot(path=shots / "figure-hung.png")
+
+
+def shoot_all(page: Any, shots: Path, name: str) -> None:
+    """Screenshots in JupyterLab's light and dark themes, and 800 px wide."""
+    shown = page.locator(".ddpkit").first
+    for theme, suffix in (("JupyterLab Dark", "-dark"), ("JupyterLab Light", "")):
+        page.get_by_role("menuitem", name="Settings", exact=True).click()
+        for item in ("Theme", theme):
+            page.locator(".lm-Menu-itemLabel", has_text=re.compile(f"^{item}$")).click()
+        page.locator(f".ddpkit[data-theme={theme.split()[1].lower()}]").first.wait_for()
+        page.wait_for_timeout(1_000)
+        page.screenshot(path=shots / f"{name}{suffix}.png")
+    size = page.viewport_size
+    page.set_viewport_size({"width": 800, "height": 1000})
+    shown.scroll_into_view_if_needed()
+    page.screenshot(path=shots / f"{name}-800px.png")
+    page.set_viewport_size(size)
 
 
 def test_a_flood_stays_live_and_says_what_it_skipped(lab: Lab, page: Any, shots: Path) -> None:

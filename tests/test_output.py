@@ -6,15 +6,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import wait_for
+from conftest import BLOCKED, wait_for
 
 import ddpkit
 from ddpkit import folders, target, wire
+from ddpkit.evidence import Row, Standstill
 from ddpkit.sink import Line, Now
 from ddpkit.tail import LONGEST_LINE, Tail, clean
+from ddpkit.terminal import TextSink
 
 
 class Recorder:
@@ -222,3 +225,69 @@ def test_a_target_is_written_and_named(home: Path) -> None:
     command = cell.write(home)
     assert command == [str(home / "my_run.py"), "--lr", "0.1"]
     assert folders.home() == home / ".ddpkit"
+
+
+# A job that stands still, as text.
+
+FOUND = Standstill(
+    "Rank 1 has not joined all_reduce #4.",
+    (
+        Row(0, "waits", "waiting", "line 12: dist.all_reduce(x)", "all_reduce #4", waits=True),
+        Row(1, "sits idle", "fault", "line 14: time.sleep(60)"),
+    ),
+    12.0,
+)
+
+
+def test_a_standstill_is_printed_once_and_its_withdrawal_once(capsys: pytest.CaptureFixture[str]) -> None:
+    sink, note = TextSink(), "No rank has made progress for 10 s."
+    for still in (None, FOUND, FOUND, replace(FOUND, at_s=13.0), None, None):
+        sink.now(Now("running", 12.5, (), {}, note if still else "", still))
+    assert capsys.readouterr().out.splitlines() == [
+        "ddpkit: No rank has made progress for 10 s.",
+        "ddpkit: Rank 1 has not joined all_reduce #4.",
+        "ddpkit:   rank 0  waits in all_reduce #4  line 12: dist.all_reduce(x)",
+        "ddpkit:   rank 1  sits idle               line 14: time.sleep(60)",
+        "ddpkit: The job goes on by itself.",
+    ]
+
+
+@pytest.mark.job
+def test_a_job_that_stands_still_and_comes_back_says_both(script: Callable[..., str], recorded: Recorder) -> None:
+    path = script(
+        """
+        import os, time, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        print("ready", flush=True)
+        if dist.get_rank() == 1:
+            while not os.path.exists("go"):
+                time.sleep(0.05)
+        dist.all_reduce(torch.ones(3))
+        print("goes on", flush=True)
+        time.sleep(1)
+        """
+    )
+    run = ddpkit.launch(path, stall=2, timeout=60, wait=False)
+    still = wait_for(lambda: next((s.still for s in recorded.states if s.still), None), 30)
+    assert still.sentence.startswith("Rank 1 has not joined all_reduce #1")
+    assert [(row.words, row.tone) for row in still.rows] == [
+        ("waits in all_reduce #1", "waiting"),
+        ("sits idle", "fault"),
+    ]
+    assert "time.sleep(0.05)" in still.rows[1].where or "os.path.exists" in still.rows[1].where
+    assert recorded.states[-1].ranks[0].words == "waits in all_reduce #1"
+    assert recorded.states[-1].note == "No rank has made progress for 2 s."
+    Path("go").touch()
+    assert run.wait(60).ok
+    assert recorded.states[-1].still is None
+
+
+@pytest.mark.job
+def test_without_the_reveal_a_standstill_is_told_in_facts(script: Callable[..., str], recorded: Recorder) -> None:
+    path = script(BLOCKED)
+    ddpkit.launch(path, stall=2, stop_on_stall=True, timeout=60, reveal=False)
+    still = next(s.still for s in recorded.states if s.still)
+    assert still.sentence == ""
+    assert {(row.state, row.tone) for row in still.rows} <= {("sleeping", ""), ("running", "")}
+    assert [row.collective for row in still.rows] == ["all_reduce #1", ""]
+    assert all(row.stack for row in still.rows)

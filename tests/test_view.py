@@ -7,30 +7,28 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import wait_for
 
+from ddpkit.diagnosis import Diagnosis
+from ddpkit.evidence import Row, Standstill
+from ddpkit.frames import Frame
+from ddpkit.records import Failure, Rank
 from ddpkit.sink import Line, Now, RankNow
 from ddpkit.view import GAP, MOST_PENDING, MOST_REMEMBERED, MOST_SAMPLES, Lane, RunView, hear_clicks_while_busy
 
 
-@dataclass
-class FakeFailure:
-    type: str
-    message: str
-    line_text: str = ""
-
-
-@dataclass
-class FakeRank:
-    rank: int
-    words: str = "passed"
-    role: str = "passed"
-    failure: FakeFailure | None = None
-    peak_rss_mib: float | None = 200.0
+def ended_rank(number: int, words: str = "passed", role: str = "passed", failure: Failure | None = None) -> Rank:
+    """A rank of which nothing but its end was recorded."""
+    code = 0 if role == "passed" else 1
+    nowhere = Path("nowhere/ranks/attempt_0") / f"rank_{number}"
+    return Rank(
+        number, number, 0, nowhere, None, exitcode=code, failure=failure, peak_rss_mib=200.0, words=words, role=role
+    )
 
 
 @dataclass
@@ -51,8 +49,9 @@ class FakeRun:
     revealed: bool = True
     verdict: FakeVerdict = field(default_factory=FakeVerdict)
     culprit: int | str | None = None
-    ranks: tuple[FakeRank, ...] = (FakeRank(0), FakeRank(1))
+    ranks: tuple[Rank, ...] = (ended_rank(0), ended_rank(1))
     notes: tuple[str, ...] = ()
+    diagnosis: Diagnosis | None = None
 
 
 class ListeningView(RunView):
@@ -304,10 +303,18 @@ def test_a_kernel_without_subshells_is_left_alone() -> None:
 
 # The end.
 
-LOST = FakeRank(
-    0, "lost its peer: a consequence", "consequence", FakeFailure("RuntimeError", "Connection closed by peer")
+LOST = ended_rank(
+    0,
+    "lost its peer: a consequence",
+    "consequence",
+    Failure(1, "RuntimeError", "Connection closed by peer", ""),
 )
-RAISED = FakeRank(1, "raised ValueError", "culprit", FakeFailure("ValueError", "boom", "line 7: raise ValueError"))
+RAISED = ended_rank(
+    1,
+    "raised ValueError",
+    "culprit",
+    Failure(2, "ValueError", "boom", "", where=Frame("t.py", 7, "f", "raise ValueError")),
+)
 
 
 def test_the_final_picture_holds_the_verdict_and_outlives_the_kernel(view: ListeningView) -> None:
@@ -323,7 +330,12 @@ def test_the_final_picture_holds_the_verdict_and_outlives_the_kernel(view: Liste
         notes=("a note",),
     )
     assert final["over"] and final["state"] == "failed" and final["at"] == 2.5
-    assert final["sentence"] == "Rank 1 raised ValueError." and not final["alike"] and final["note"] == "a note"
+    assert final["still"]["sentence"] == "Rank 1 raised ValueError."
+    assert not final["alike"] and final["note"] == "a note"
+    assert [(row["rank"], row["tone"], row["where"]) for row in final["still"]["rows"]] == [
+        (0, "waiting", ""),
+        (1, "fault", "line 7: raise ValueError"),
+    ]
     assert final["endings"][1] == [
         1,
         "culprit",
@@ -342,14 +354,15 @@ def test_without_the_reveal_nothing_tells_the_culprit_from_the_victim(view: List
     final = ended(
         view, state="failed", culprit=1, verdict=FakeVerdict("Rank 1 did it."), ranks=(LOST, RAISED), revealed=False
     )
-    assert final["sentence"] == ""
+    assert final["still"]["sentence"] == "" and final["still"]["diagnosis"] is None
+    assert {row["tone"] for row in final["still"]["rows"]} == {""}
     assert [ending[1:3] for ending in final["endings"]] == [
         ["failed", "raised RuntimeError"],
         ["failed", "raised ValueError"],
     ]
     assert "culprit" not in json.dumps(final) and "consequence" not in json.dumps(final)
     revealed = ended(view, state="failed", culprit=1, verdict=FakeVerdict("Rank 1 did it."), ranks=(LOST, RAISED))
-    assert revealed["sentence"] == "Rank 1 did it."
+    assert revealed["still"]["sentence"] == "Rank 1 did it."
 
 
 def test_every_rank_alike_is_said(view: ListeningView) -> None:
@@ -372,6 +385,53 @@ def test_a_kernel_that_has_gone_does_not_disturb_the_job(view: ListeningView) ->
     view.now(now())
     assert ended(view, state="passed")["state"] == "passed"
     assert view._gone
+
+
+# A job that stands still.
+
+STACK = (Frame("/home/me/train.py", 14, "load_batch", "time.sleep(60)"),)
+ROWS = (
+    Row(0, "waits", "waiting", "line 12: dist.all_reduce(x)", "all_reduce #4", waits=True, silent_s=9.0, busy=0.0),
+    Row(1, "sits idle", "fault", "line 14: time.sleep(60)", "all_reduce #3", silent_s=10.0, busy=0.0, stack=STACK),
+)
+STILL = Standstill("Rank 1 has not joined all_reduce #4.", ROWS, 12.0)
+
+
+def stalled(still: Standstill | None, elapsed_s: float = 12.5) -> Now:
+    return replace(now(elapsed_s), still=still)
+
+
+def told(view: ListeningView) -> list[Any]:
+    """What was said of the standstill, in order."""
+    return [batch["still"] for batch in view.batches if "still" in batch]
+
+
+def test_a_standstill_is_told_once_and_withdrawn_once(view: ListeningView) -> None:
+    view.begin(FakeRun(), lambda: None)  # type: ignore[arg-type]
+    for still in (None, STILL, STILL, replace(STILL), None, None):
+        sent = len(view.batches)
+        view.now(stalled(still))
+        wait_for(lambda sent=sent: len(view.batches) > sent)
+    found, withdrawn = told(view)
+    assert withdrawn is None
+    assert found["sentence"] == STILL.sentence and found["at"] == 12.0
+    assert [row["tone"] for row in found["rows"]] == ["waiting", "fault"]
+    assert found["rows"][1]["stack"] == [[1, 14, "time.sleep(60)", "load_batch", "train.py"]]
+
+
+def test_a_late_view_learns_of_the_standstill(view: ListeningView) -> None:
+    view.begin(FakeRun(), lambda: None)  # type: ignore[arg-type]
+    view.now(stalled(STILL))
+    wait_for(lambda: told(view))
+    view._hear(view, {"kind": "hello", "view": "v1"}, [])
+    picture = wait_for(lambda: [m for m in view.messages if m["kind"] == "picture"])[0]
+    assert picture["still"] == told(view)[0]
+
+
+def test_nothing_is_left_of_a_standstill_when_the_job_has_passed(view: ListeningView) -> None:
+    view.begin(FakeRun(), lambda: None)  # type: ignore[arg-type]
+    view.now(stalled(STILL))
+    assert ended(view, state="passed")["still"] is None
 
 
 # The text form.
