@@ -35,7 +35,7 @@ def test_exit_codes_and_the_last_line_tell_the_truth(home: Path) -> None:
     assert failed.returncode == 1
     assert "ends → failed · 2 ranks · every rank: ValueError, line 2" in failed.stdout
     hung = ddpkit_run("-n", "2", "--timeout", "6", "ends.py", "hang")
-    assert (hung.returncode, "ended at the timeout" in hung.stdout) == (124, True)
+    assert (hung.returncode, "longer than timeout=6 s and was ended" in hung.stdout) == (124, True)
 
 
 def test_what_cannot_be_started_is_one_sentence_and_exit_code_2(home: Path) -> None:

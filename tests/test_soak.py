@@ -1,8 +1,8 @@
 """Hundreds of launches, every fault at a random moment: the run is truthful each time, and nothing is ever left behind.
 
 `make soak` runs it and rewrites docs/soak.md: first every fault at random moments, launches cold and warm in turn; then
-warm launches in a row, a fifth of them with a fault, and what they leave open. SOAK_LAUNCHES (260), SOAK_IN_A_ROW (500)
-and SOAK_SEED (today's date) choose how much and which.
+warm launches in a row, a fifth of them with a fault, and what they leave open; then every failure of the matrix again and
+again. SOAK_LAUNCHES (260), SOAK_IN_A_ROW (500), SOAK_MATRIX (10) and SOAK_SEED (today's date) choose how much and which.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import left_after, process_of
+from matrix import CASES, untrue
 
 import ddpkit
 from ddpkit import wire, zygote
@@ -142,6 +143,20 @@ def test_warm_launches_in_a_row_leave_nothing(
     assert not [w for t in tallies.values() for w in t.wrong]
     assert after["run folders"] <= 40
     assert all(after[what] <= before[what] + spare for what, spare in SPARE.items()), (before, after)
+
+
+def test_every_failure_of_the_matrix_again_and_again(
+    home: Path, script: Callable[..., str], report: list[str], warm_process: None
+) -> None:
+    rounds, began = int(os.environ.get("SOAK_MATRIX", "10")), time.monotonic()
+    tallies = {case.name: Tally() for case in CASES}
+    for _ in range(rounds):
+        for case in CASES:
+            tallies[case.name].add(lambda case=case: untrue(case, script(case.text)), home, warm=True)
+    minutes = (time.monotonic() - began) / 60
+    report += ["", f"## {len(CASES)} failures of the matrix, {rounds} times in a row, in {minutes:.0f} minutes", ""]
+    report += table(tallies)
+    assert not [w for t in tallies.values() for w in t.wrong]
 
 
 # What may be there once more at one moment than at another: a keeper that has not been reaped yet, an unread event.

@@ -1,0 +1,161 @@
+"""A job in which nothing moves for a while: what is found then, that it is withdrawn when the job goes on, and who tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import wait_for, wait_for_line
+from matrix import INIT, PREAMBLE
+
+import ddpkit
+from ddpkit import wire
+
+pytestmark = [pytest.mark.job, pytest.mark.usefixtures("warm_process")]
+
+
+def begun(path: str, **options: object) -> ddpkit.Run:
+    return ddpkit.launch(path, **{"wait": False, "show": False, "stall": 1.5, "timeout": 120, **options})
+
+
+def looked_at(run: ddpkit.Run) -> bool:
+    return len(run.ranks) == run.nproc and all(rank.look for rank in run.ranks)
+
+
+@pytest.mark.parametrize(
+    ("deed", "word"),
+    [
+        ("while not os.path.exists('go'): pass", "busy"),
+        ("while not os.path.exists('go'): time.sleep(0.05)", "idle"),
+    ],
+    ids=["long computation", "slow save"],
+)
+def test_a_straggler_that_comes_back_leaves_no_verdict(
+    script: Callable[..., str], home: Path, deed: str, word: str
+) -> None:
+    run = begun(script(PREAMBLE + INIT + f"if rank == 1:\n    {deed}\ndist.all_reduce(torch.ones(1))\n"))
+    wait_for(lambda: looked_at(run), 60)
+    look = run.ranks[1].look
+    assert look is not None and (look.busy > 0.15) == (word == "busy")
+    assert str(run.ranks[0].collective) == "waiting in all_reduce #4 (line 12: dist.all_reduce(torch.ones(1)))"
+    assert run.ranks[1].at is not None and "os.path.exists('go')" in run.ranks[1].at.source
+    (home / "go").touch()
+    run.wait()
+    assert (run.state, run.culprit, run.verdict.sentence, run.notes) == ("passed", None, "", ())
+    assert all(rank.look is None and not rank.stack for rank in run.ranks)
+
+
+def test_a_stopped_rank_that_goes_on_leaves_no_verdict(script: Callable[..., str]) -> None:
+    run = begun(
+        script(
+            PREAMBLE + INIT + "print('ready', flush=True)\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+            "dist.all_reduce(torch.ones(1))\n"
+        )
+    )
+    wait_for(lambda: looked_at(run), 60)
+    assert run.ranks[1].look is not None and run.ranks[1].look.state == "stopped"
+    assert run.ranks[1].at is not None and "SIGSTOP" in run.ranks[1].at.source
+    os.kill(run.ranks[1].pid or 0, signal.SIGCONT)
+    run.wait()
+    assert (run.state, run.culprit) == ("passed", None)
+
+
+def test_collectives_and_reports_are_progress(script: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Seven seconds without a line of output, and never 2 s without a collective, then without a report."""
+    body = """
+from ddpkit.rank import report
+for _ in range(35):
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.1)
+for step in range(35):
+    report(step=step)
+    time.sleep(0.1)
+"""
+    run = ddpkit.launch(script(PREAMBLE + INIT + body), show="text", stall=2, timeout=120)
+    assert run.ok
+    assert "No rank has made progress" not in capsys.readouterr().out
+
+
+def test_a_rank_that_holds_the_gil_is_seen_all_the_same(script: Callable[..., str]) -> None:
+    hold = "import re\n    re.match(r'(a+)+$', 'a' * 60 + 'b')"
+    run = begun(script(PREAMBLE + INIT + f"if rank == 1:\n    {hold}\ndist.barrier()\n"), wait=True, stop_on_stall=True)
+    assert (run.state, run.culprit) == ("hung", 1)
+    assert "re.match" in run.verdict.sentence
+
+
+def test_an_init_that_waits_is_not_disturbed_by_the_look(script: Callable[..., str], home: Path) -> None:
+    """A signal would have torch's poll for the store give up."""
+    run = begun(script(PREAMBLE + "if rank == 1:\n    while not os.path.exists('go'): time.sleep(0.05)\n" + INIT))
+    wait_for(lambda: looked_at(run), 60)
+    (home / "go").touch()
+    run.wait()
+    assert run.ok, str(run)
+
+
+def test_without_py_spy_faulthandler_tells(script: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpkit.look.spied_threads", lambda pids: {})
+    run = begun(
+        script(PREAMBLE + INIT + "if rank == 1: time.sleep(1000)\ndist.barrier()\n"), wait=True, stop_on_stall=True
+    )
+    assert (run.state, run.culprit) == ("hung", 1)
+    assert run.ranks[1].stack.startswith("Stack (most recent call first)")
+    assert "time.sleep(1000)" in run.verdict.sentence
+
+
+def test_other_threads_of_a_rank_are_in_its_stack(script: Callable[..., str]) -> None:
+    body = """
+import threading
+def prefetch():
+    time.sleep(1000)
+threading.Thread(target=prefetch, daemon=True, name="prefetcher").start()
+if rank == 1: time.sleep(999)
+dist.barrier()
+"""
+    run = begun(script(PREAMBLE + INIT + body), wait=True, stop_on_stall=True)
+    assert "prefetch" in run.ranks[0].stack and "ddpkit answers" not in run.ranks[0].stack
+    assert run.ranks[1].at is not None and run.ranks[1].at.source == "if rank == 1: time.sleep(999)"
+
+
+def test_the_verdict_is_held_back_until_it_is_asked_for(
+    script: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script(PREAMBLE + INIT + "if rank == 1: time.sleep(1000)\ndist.barrier()\n")
+    run = begun(path, wait=True, stop_on_stall=True, show="text", reveal=False)
+    shown = capsys.readouterr().out
+    assert "never joined" not in shown and "has not joined" not in shown
+    assert "never joined" in str(run.reveal())
+
+
+def test_the_kernels_word_on_a_death_for_want_of_memory(script: Callable[..., str], home: Path) -> None:
+    group = Path("/sys/fs/cgroup/memory/ddpkit-test")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text("200M")
+    except OSError as error:
+        pytest.skip(f"no cgroup of version 1 can be made here: {error}")
+    try:
+        body = f"""
+if rank == 1:
+    open({str(group / "cgroup.procs")!r}, "w").write(str(os.getpid()))
+    time.sleep(1)
+    hoard = []
+    while True:
+        hoard.append(torch.ones(1 << 22))
+dist.barrier()
+"""
+        run = ddpkit.launch(script(PREAMBLE + INIT + body), show=False, timeout=120)
+    finally:
+        group.rmdir()
+    assert (run.state, run.culprit) == ("failed", 1)
+    assert "was killed by the kernel for want of memory" in run.verdict.sentence
+    assert run.diagnosis is not None and run.diagnosis.name == "killed"
+
+
+def test_the_pipe_of_questions_is_the_users_own(script: Callable[..., str]) -> None:
+    run = begun(script(PREAMBLE + INIT + "print('ready', flush=True); time.sleep(1000)\n"))
+    wait_for_line(run, "ready")
+    assert (run.ranks[0].folder / wire.ASK).stat().st_mode & 0o777 == 0o600
+    run.stop()
