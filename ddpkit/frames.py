@@ -10,6 +10,10 @@ from pathlib import Path
 
 from . import wire
 
+_FRAME = re.compile(
+    r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$(?:\n    (?P<source>\S.*)$)?', re.MULTILINE
+)
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -33,15 +37,28 @@ def stack_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
     firsts = ("Stack (", "Current thread", "Thread MainThread")
     chosen = next((t for t in threads if t.startswith(firsts) and "  File " in t), threads[-1])
     frames = []
-    for file, line, function in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', chosen, flags=re.MULTILINE):
+    for found in _FRAME.finditer(chosen):
+        file, line, function = found["file"], int(found["line"]), found["function"]
         own = not any(
             mark in file for mark in ("site-packages", "/lib/python", "<frozen", f"{os.sep}ddpkit{os.sep}rank")
         )
         own = own and Path(file).name != wire.FUNCTION_SCRIPT
-        frames.append(Frame(file, int(line), function, _source_line(file, int(line), cells), own))
+        frames.append(Frame(file, line, function, found["source"] or _source_line(file, line, cells), own))
     return frames
 
 
+def with_sources(dump: str, cells: dict[str, str]) -> str:
+    """`dump` with the source line below each frame, where it is known now: a file may have changed when it is read again."""
+
+    def with_source(found: re.Match[str]) -> str:
+        source = found["source"] or _source_line(found["file"], int(found["line"]), cells)
+        frame = found[0].partition("\n")[0]
+        return f"{frame}\n    {source}" if source else frame
+
+    return _FRAME.sub(with_source, dump)
+
+
 def _source_line(file: str, line: int, cells: dict[str, str]) -> str:
+    linecache.checkcache(file)
     lines = cells[file].splitlines() if file in cells else linecache.getlines(file)
     return lines[line - 1].strip() if 0 < line <= len(lines) else ""

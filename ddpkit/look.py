@@ -20,9 +20,10 @@ from typing import Any
 
 import psutil
 
-from . import wire
+from . import machine, wire
+from .frames import with_sources
 from .process import signal_rank
-from .records import Rank
+from .records import Rank, sources
 
 WITHIN_S = 1.2
 SPY_WITHIN_S = 1.5
@@ -45,11 +46,16 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
     gather_stacks([rank for rank in unseen if not rank.joining or (rank.folder / wire.ASK).exists()])
     gather_collectives(awake)
     for rank in living:
+        path = rank.folder / wire.STACK
+        _write(path, with_sources(_text(path), sources(rank.folder.parents[2])))
+    on_gpu = machine.device_busy([rank.pid or 0 for rank in living])
+    for rank in living:
         record = {
             "at_ns": time.time_ns(),
             "why": why,
             "state": states[rank.rank],
             "busy": round(busy.get(rank.rank, 0.0), 2),
+            "gpu_busy": on_gpu.get(rank.pid or 0),
             "silent_s": round(silent_s.get(rank.rank, 0.0), 1),
             "rss_mib": _rss_mib(rank.pid or 0),
             "workers": list(_workers_of(rank).items()),
@@ -153,7 +159,8 @@ def _workers_of(rank: Rank) -> dict[int, str]:
     except psutil.Error:
         return {}
     spied = spied_threads([child.pid for child in children][:MOST_WORKERS])
-    return {pid: threads[0] for pid, threads in spied.items() if threads}
+    cells = sources(rank.folder.parents[2])
+    return {pid: with_sources(threads[0], cells) for pid, threads in spied.items() if threads}
 
 
 def _state(pid: int) -> str:

@@ -87,6 +87,18 @@ def device_mib(pids: Sequence[int | None]) -> dict[int, tuple[Gpu, float]]:
     return used
 
 
+def device_busy(pids: Sequence[int]) -> dict[int, float]:
+    """For each process that uses a GPU: the share of the last moment in which that GPU computed, for anybody. A wait in
+    NCCL counts as computing."""
+    nvml = _driver()
+    busy = {}
+    for pid, (gpu, _) in device_mib(pids).items():
+        with contextlib.suppress(Exception):
+            rates = nvml.nvmlDeviceGetUtilizationRates(nvml.nvmlDeviceGetHandleByIndex(gpu.index))
+            busy[pid] = rates.gpu / 100
+    return busy
+
+
 def most_ranks() -> int:
     """The most ranks that make sense here: four a core, and at least 16."""
     return max(16, 4 * (os.cpu_count() or 1))

@@ -48,7 +48,7 @@ class Look:
     """How a rank was found when nothing moved, while it lived; `why` is what made ddpkit look: "stall", "timeout", "failure".
 
     `state` is the system's word (running, sleeping, stopped, ...), `busy` the share of a core it used lately,
-    `silent_s` the seconds since its last progress, `workers` the stacks of its DataLoader workers by pid.
+    `gpu_busy` that of its GPU (None without one), `silent_s` the seconds since its last progress, `workers` the stacks of its DataLoader workers by pid.
     """
 
     at_ns: int
@@ -58,6 +58,7 @@ class Look:
     silent_s: float
     rss_mib: float | None
     workers: tuple[tuple[int, str], ...]
+    gpu_busy: float | None = None
 
 
 @dataclass(frozen=True)

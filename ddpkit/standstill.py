@@ -98,7 +98,9 @@ def standing(rank: Rank, at_ns: int | None = None) -> Standing:
         return Standing(rank, "waiting", place, waiting)
     if not frames:
         return Standing(rank, "unknown")
-    return Standing(rank, "busy" if rank.look.busy >= BUSY_FROM else "idle", place, waiting)
+    # A GPU that computes while no collective is open computes for this rank; an open one keeps it busy by waiting.
+    on_gpu = 0.0 if waiting else rank.look.gpu_busy or 0.0
+    return Standing(rank, "busy" if max(rank.look.busy, on_gpu) >= BUSY_FROM else "idle", place, waiting)
 
 
 def _same_line(one: Frame | None, other: Frame | None) -> bool:

@@ -50,7 +50,6 @@ class Watcher:
     _still: Standstill | None = None
     _still_exits: tuple[int | None, ...] = ()
     _looked_at_failure_of: int = -1
-    _stop_asked: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
         """Begin to watch; returns at once. `job.over` is set at the end, whatever happens here."""

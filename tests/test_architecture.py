@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         "sink",
         "wire",
     },
-    "look": {"process", "records", "wire"},
+    "look": {"frames", "machine", "process", "records", "wire"},
     "progress": {"look", "records", "wire"},
     "cap": {"tail", "process", "wire"},
     "tail": {"sink", "wire"},

@@ -28,6 +28,9 @@ class Driver:
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
         return [SimpleNamespace(pid=11, usedGpuMemory=512 * 2**20)] if handle == 1 else []
 
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=[0, 97][handle])
+
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +47,10 @@ def test_a_ranks_device_and_its_memory(driver: None) -> None:
     assert list(used) == [11]
     gpu, mib = used[11]
     assert (gpu.index, mib) == (1, 512.0)
+
+
+def test_how_busy_a_ranks_device_is(driver: None) -> None:
+    assert machine.device_busy([10, 11]) == {11: 0.97}
 
 
 def test_memory_of_a_process_that_is_gone() -> None:

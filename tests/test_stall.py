@@ -114,9 +114,13 @@ threading.Thread(target=prefetch, daemon=True, name="prefetcher").start()
 if rank == 1: time.sleep(999)
 dist.barrier()
 """
-    run = begun(script(PREAMBLE + INIT + body), wait=True, stop_on_stall=True)
+    path = script(PREAMBLE + INIT + body)
+    run = begun(path, wait=True, stop_on_stall=True)
     assert "prefetch" in run.ranks[0].stack and "ddpkit answers" not in run.ranks[0].stack
     assert run.ranks[1].at is not None and run.ranks[1].at.source == "if rank == 1: time.sleep(999)"
+    Path(path).write_text("# edited since\n")
+    assert str(ddpkit.Run.from_folder(run.folder)) == str(run)
+    assert "    if rank == 1: time.sleep(999)\n" in run.ranks[1].stack
 
 
 def test_the_verdict_is_held_back_until_it_is_asked_for(

@@ -29,6 +29,8 @@ def evidence(
     line: int = 0,
     state: str = "sleeping",
     busy: float = 0.0,
+    gpu_busy: float | None = None,
+    source: str = "",
 ) -> None:
     """Write down what a look found: the rank's collectives as (operation, line, size), and its stack at `line`."""
     own = wire.rank_folder(folder, 0, rank)
@@ -51,13 +53,14 @@ def evidence(
     wire.write_record(own / wire.COLLECTIVES, {"at_ns": 1, "enqueued": {}, "completed": {}, "entries": entries})
     wire.write_record(
         own / wire.LOOK,
-        {"at_ns": 1, "why": "stall", "state": state, "busy": busy, "silent_s": 9.0, "rss_mib": 1.0, "workers": []},
+        {"at_ns": 1, "why": "stall", "state": state, "busy": busy, "silent_s": 9.0, "rss_mib": 1.0, "workers": []}
+        | {"gpu_busy": gpu_busy},
     )
     torch = '  File "/lib/site-packages/torch/distributed/distributed_c10d.py", line 3 in all_reduce\n'
     stack = (
         f'Stack (most recent call first):\n{torch if waits else ""}  File "/t.py", line {line or calls[-1][1]} in f\n'
     )
-    (own / wire.STACK).write_text(stack)
+    (own / wire.STACK).write_text(f"{stack}    {source}\n" if source else stack)
 
 
 def hung(folder: Path, *ranks: dict[str, Any]) -> Run:
@@ -141,6 +144,21 @@ def test_nobody_is_blamed_for_honest_work(tmp_path: Path) -> None:
     )
     assert (run.culprit, run.verdict.kind) == (None, "busy")
     assert "No rank waits for another" in run.verdict.sentence
+
+
+def test_a_gpu_that_computes_is_honest_work_unless_a_collective_is_open(tmp_path: Path) -> None:
+    step: list[Call] = [("all_reduce", 5)]
+    works: dict[str, Any] = {"calls": step * 3, "waits": False, "line": 8, "gpu_busy": 1.0}
+    assert hung(tmp_path / "a", works, {**works, "line": 9}).verdict.kind == "busy"
+    # On NCCL the stack is at a look at a value, and the GPU spins in the collective.
+    late = {"calls": step * 4, "waits": False, "line": 8, "source": "total += loss.item()", "gpu_busy": 1.0}
+    run = hung(tmp_path / "b", late, {**works, "gpu_busy": 0.0})
+    opened = wire.rank_folder(tmp_path / "b", 0, 0) / wire.COLLECTIVES
+    record = wire.read_record(opened) or {}
+    record["entries"][-1]["done"] = False
+    wire.write_record(opened, record)
+    run = Run.from_folder(tmp_path / "b")
+    assert (run.culprit, run.verdict.kind) == (1, "never_joined")
 
 
 def test_without_collectives_the_stacks_tell(tmp_path: Path) -> None:
