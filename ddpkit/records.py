@@ -47,8 +47,9 @@ class Failure:
 class Look:
     """How a rank was found when nothing moved, while it lived; `why` is what made ddpkit look: "stall", "timeout", "failure".
 
-    `state` is the system's word (running, sleeping, stopped, ...), `busy` the share of a core it used lately,
-    `gpu_busy` that of its GPU (None without one), `silent_s` the seconds since its last progress, `workers` the stacks of its DataLoader workers by pid.
+    `state` is the system's word (running, sleeping, stopped, ...), `busy` the share of a core it used lately, `gpu_busy`
+    that of its GPU (None without one), `silent_s` the seconds since its last progress, `workers` the stacks of its
+    DataLoader workers by pid.
     """
 
     at_ns: int

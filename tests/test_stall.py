@@ -48,6 +48,27 @@ def test_a_straggler_that_comes_back_leaves_no_verdict(
     assert all(rank.look is None and not rank.stack for rank in run.ranks)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "deed",
+    [
+        "if rank == 1: time.sleep(14)",
+        "until = time.time() + 14\nwhile time.time() < until: pass",
+        "if rank == 0:\n    for _ in range(14):\n        torch.save(torch.ones(1 << 20), 'part.pt')\n        time.sleep(1)",
+    ],
+    ids=["straggler", "long computation", "slow save"],
+)
+def test_fourteen_seconds_are_no_hang(
+    script: Callable[..., str], capsys: pytest.CaptureFixture[str], deed: str
+) -> None:
+    path = script(PREAMBLE + INIT + deed + "\ndist.all_reduce(torch.ones(1))\ntime.sleep(1)\n")
+    run = ddpkit.launch(path, show="text", timeout=120)
+    shown = capsys.readouterr().out
+    assert (run.state, run.culprit, run.verdict.sentence, run.notes) == ("passed", None, "", ())
+    assert "No rank has made progress for 10 s." in shown and "The job goes on by itself." in shown
+    assert "never" not in shown
+
+
 def test_a_stopped_rank_that_goes_on_leaves_no_verdict(script: Callable[..., str]) -> None:
     run = begun(
         script(
