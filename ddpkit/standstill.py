@@ -6,11 +6,13 @@ which itself waits. Where the ranks wait for each other in different collectives
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from . import wire
 from .collectives import Collective, Parting, drift, mismatch
 from .frames import Frame, stack_frames
 from .records import Rank
@@ -29,7 +31,8 @@ _WATCHDOG = re.compile(
 _NAMED = re.compile(r"\bRanks? (\d[\d, ]*) failed to pass monitoredBarrier")
 _JOINING = re.compile(r"\b(init_process_group|rendezvous|_store_based_barrier|_create_c10d_store)\b")
 _LOADING = re.compile(r"torch.utils.data.dataloader\.py")
-_WAITING = re.compile(r"torch.distributed.(distributed_c10d|nn|_functional_collectives)|_engine_run_backward")
+_WAITING = re.compile(r"torch.distributed.(distributed_c10d|nn|_functional_collectives)")
+_BACKWARD = "_engine_run_backward"
 
 
 @dataclass(frozen=True)
@@ -90,17 +93,29 @@ def standing(rank: Rank, at_ns: int | None = None) -> Standing:
     # The stack says what the rank itself does; a collective that runs beside it holds nobody up.
     if rank.joining and not _joined(rank) and (not frames or any(_JOINING.search(f.function) for f in frames)):
         return Standing(rank, "joining", place)
-    if any(_LOADING.search(f.file) for f in frames[:12]):
+    inner = list(itertools.takewhile(lambda frame: not frame.own, frames))
+    if any(_LOADING.search(f.file) for f in inner):
         return Standing(rank, "loading", place, waiting)
-    if any(_WAITING.search(f.file) or _WAITING.search(f.function) for f in frames[:12]) or (waiting and not frames):
-        return Standing(rank, "waiting", place, waiting)
-    if waiting and place and (_same_line(waiting.where, place) or _AWAITING.search(place.source)):
+    if any(_WAITING.search(f.file) for f in inner) or _waits_unseen(rank, inner, place, waiting):
         return Standing(rank, "waiting", place, waiting)
     if not frames:
         return Standing(rank, "unknown")
     # A GPU that computes while no collective is open computes for this rank; an open one keeps it busy by waiting.
     on_gpu = 0.0 if waiting else rank.look.gpu_busy or 0.0
     return Standing(rank, "busy" if max(rank.look.busy, on_gpu) >= BUSY_FROM else "idle", place, waiting)
+
+
+def _waits_unseen(rank: Rank, inner: Sequence[Frame], place: Frame | None, waiting: Collective | None) -> bool:
+    """Whether a rank waits whose innermost call is none of torch.distributed's: in backward, at a look at a value.
+
+    Backward may also compute. Where the collectives are known, one must be open; where they are not, the rank must be idle.
+    """
+    in_backward = any(f.function == _BACKWARD for f in inner)
+    if waiting is None:
+        return in_backward and not rank.collectives and rank.look is not None and rank.look.busy < BUSY_FROM
+    if place is None:
+        return True
+    return in_backward or _same_line(waiting.where, place) or bool(_AWAITING.search(place.source))
 
 
 def _same_line(one: Frame | None, other: Frame | None) -> bool:
@@ -123,7 +138,7 @@ def _given_up(rank: Rank) -> Collective | None:
 
 def _joined(rank: Rank) -> bool:
     """Whether this rank's process group came up: only then it can have answered for its collectives."""
-    return bool(rank.collectives) or rank.joining is None or (rank.folder / "ask").exists()
+    return bool(rank.collectives) or rank.joining is None or (rank.folder / wire.ASK).exists()
 
 
 def find(ranks: Sequence[Rank], live: bool = False, at_ns: int | None = None) -> Finding | None:
@@ -197,7 +212,7 @@ def _among_waiting(
     kind = kinds.get(first.kind, "never_joined")
     if first.kind == "late":
         joined, does = "came too late to", "the others had given up by then"
-    sentence = f"{ranks_said(ranks)} {joined} {what}; {does}. {_who_waits(waiting)}{_worker(first)}"
+    sentence = f"{ranks_said(ranks)} {joined} {what}; {does}. {_who_waits_there(waiting)}{_worker(first)}"
     return Finding(tuple(ranks), sentence, kind)
 
 
@@ -349,15 +364,20 @@ def _worker(standing: Standing) -> str:
     return ""
 
 
-def _who_waits(waiting: Mapping[int, Standing]) -> str:
+def _who_waits_there(waiting: Mapping[int, Standing]) -> str:
     """`Rank 0 waits there.`, or who waits where, if not all wait in the same collective."""
-    places = {s.collective.name if s.collective else "" for s in waiting.values()}
-    in_vain = any(s.rank.failure for s in waiting.values())
-    who = f"{ranks_said(sorted(waiting))} {'waited' if in_vain else _verb(waiting, 'waits', 'wait')}"
-    if len(places) == 1:
-        where = "" if next(iter(places)) else _from(next(iter(waiting.values())))
-        return f"{who} there{where}{' in vain' if in_vain else ''}."
-    return "; ".join(f"Rank {n} {s.words}" for n, s in sorted(waiting.items())) + "."
+    if len({s.collective.name if s.collective else "" for s in waiting.values()}) > 1:
+        return _who_waits(waiting)
+    who = ranks_said(sorted(waiting))
+    if any(s.rank.failure for s in waiting.values()):
+        return f"{who} waited there in vain."
+    return f"{who} {_verb(waiting, 'waits', 'wait')} there."
+
+
+def _who_waits(waiting: Mapping[int, Standing]) -> str:
+    """`Rank 0 waits in all_reduce #9; rank 2 waits at line 12: dist.recv(x).`"""
+    said = "; ".join(f"rank {n} {s.words}" for n, s in sorted(waiting.items()))
+    return f"{said[:1].upper()}{said[1:]}."
 
 
 def _from(standing: Standing) -> str:
@@ -369,6 +389,7 @@ def _verb(who: Sequence[object] | Mapping[int, object], one: str, more: str) -> 
 
 
 def ranks_said(numbers: Sequence[int]) -> str:
+    """`Rank 1`, or `Ranks 0, 1 and 3`."""
     if len(numbers) == 1:
         return f"Rank {numbers[0]}"
     return "Ranks " + ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"

@@ -73,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
     "diagnosis": {"catalog", "culprit", "records", "stable", "wire"},
     "catalog": set(),
     "culprit": {"standstill", "records", "stable"},
-    "standstill": {"collectives", "frames", "records"},
+    "standstill": {"collectives", "frames", "records", "wire"},
     "records": {"collectives", "frames", "stable", "wire"},
     "collectives": {"frames", "wire"},
     "frames": {"wire"},

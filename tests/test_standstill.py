@@ -146,6 +146,17 @@ def test_nobody_is_blamed_for_honest_work(tmp_path: Path) -> None:
     assert "No rank waits for another" in run.verdict.sentence
 
 
+def test_a_long_backward_is_no_wait(tmp_path: Path) -> None:
+    step: list[Call] = [("all_reduce", 5)]
+    run = hung(tmp_path, {"calls": step * 3, "waits": False, "busy": 1.0}, {"calls": step * 4, "waits": True})
+    backward = '  File "/lib/site-packages/torch/autograd/graph.py", line 9 in _engine_run_backward\n'
+    stack = run.ranks[0].folder / wire.STACK
+    stack.write_text(stack.read_text().replace('  File "/t.py"', f'{backward}  File "/t.py"', 1))
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (0, "never_joined")
+    assert "it computes at line 5" in run.verdict.sentence
+
+
 def test_a_gpu_that_computes_is_honest_work_unless_a_collective_is_open(tmp_path: Path) -> None:
     step: list[Call] = [("all_reduce", 5)]
     works: dict[str, Any] = {"calls": step * 3, "waits": False, "line": 8, "gpu_busy": 1.0}
