@@ -26,7 +26,7 @@ from .process import signal_rank
 from .records import Rank, sources
 
 WITHIN_S = 1.2
-SPY_WITHIN_S = 1.5
+SPY_WITHIN_S = 2.5
 MOST_WORKERS = 8
 _IN_LOADER = f"torch{os.sep}utils{os.sep}data{os.sep}dataloader.py"
 
@@ -41,7 +41,9 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
     awake = [rank for rank in living if states[rank.rank] != psutil.STATUS_STOPPED]
     spied = spied_threads([rank.pid or 0 for rank in living])
     for rank in living:
-        _write(rank.folder / wire.STACK, "\n".join(spied.get(rank.pid or 0, [])))
+        # Where nothing was seen, what an earlier look saw in this standstill still stands.
+        if threads := spied.get(rank.pid or 0):
+            _write(rank.folder / wire.STACK, "\n".join(threads))
     unseen = [rank for rank in awake if rank.pid not in spied]
     gather_stacks([rank for rank in unseen if not rank.joining or (rank.folder / wire.ASK).exists()])
     gather_collectives(awake)
@@ -94,8 +96,10 @@ def gather_stacks(ranks: Sequence[Rank]) -> None:
     """
     asked = []
     for rank in ranks:
-        if rank.stack_signal and signal_rank(rank.pid or 0, rank.stack_signal):
-            asked.append(rank.folder / wire.STACK)
+        if rank.stack_signal:
+            _write(rank.folder / wire.STACK, "")
+            if signal_rank(rank.pid or 0, rank.stack_signal):
+                asked.append(rank.folder / wire.STACK)
     until, sizes = time.monotonic() + WITHIN_S, [0]
     while asked and time.monotonic() < until:
         before, sizes = sizes, [_size(path) for path in asked]

@@ -64,12 +64,14 @@ class Look:
 
 @dataclass(frozen=True)
 class Joining:
-    """Whom a rank tried to join as its process group came up: the store's address, and the numbers it gave for itself."""
+    """Whom a rank tried to join as its process group came up: the store's address, the numbers it gave for itself, and from
+    which of the user's lines."""
 
     at_ns: int
     master: str
     rank: int
     world_size: int
+    where: Frame | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,7 +149,10 @@ class Rank:
     def joining(self) -> Joining | None:
         """Whom this rank tried to join; None where it never called `init_process_group`."""
         record = wire.read_record(self.folder / wire.JOINING)
-        return Joining(record["at_ns"], record["master"], record["rank"], record["world_size"]) if record else None
+        if record is None:
+            return None
+        where = record.get("where")
+        return Joining(**{**record, "where": Frame(**where) if where else None})
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:

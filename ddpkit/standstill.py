@@ -92,7 +92,7 @@ def standing(rank: Rank, at_ns: int | None = None) -> Standing:
         return Standing(rank, "stopped", place, waiting)
     # The stack says what the rank itself does; a collective that runs beside it holds nobody up.
     if rank.joining and not _joined(rank) and (not frames or any(_JOINING.search(f.function) for f in frames)):
-        return Standing(rank, "joining", place)
+        return Standing(rank, "joining", place or rank.joining.where)
     inner = list(itertools.takewhile(lambda frame: not frame.own, frames))
     if any(_LOADING.search(f.file) for f in inner):
         return Standing(rank, "loading", place, waiting)

@@ -14,6 +14,7 @@ import pickle
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,12 +41,19 @@ def say_joining(asked: Mapping[str, Any]) -> None:
     env, by = os.environ, asked.get("init_method") or "env://"
     record = {
         "at_ns": time.time_ns(),
+        "where": _called_from(),
         "master": by if by != "env://" else f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}",
         "rank": asked["rank"] if asked.get("rank", -1) >= 0 else int(env.get("RANK", "-1")),
         "world_size": asked["world_size"] if asked.get("world_size", -1) > 0 else int(env.get("WORLD_SIZE", "-1")),
     }
     with contextlib.suppress(OSError):
         wire.write_record(folder / wire.JOINING, record)
+
+
+def _called_from() -> dict[str, Any] | None:
+    """The user's own line that this thread is in, as a record."""
+    calls = traceback.walk_stack(sys._getframe(1))
+    return _place([{"filename": f.f_code.co_filename, "line": line, "name": f.f_code.co_name} for f, line in calls])
 
 
 def listen() -> None:
