@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import wait_for, wait_for_line
-from matrix import INIT, PREAMBLE
+from matrix import INIT, PREAMBLE, RECORDS
 
 import ddpkit
 from ddpkit import wire
@@ -40,7 +40,10 @@ def test_a_straggler_that_comes_back_leaves_no_verdict(
     wait_for(lambda: looked_at(run), 60)
     look = run.ranks[1].look
     assert look is not None and (look.busy > 0.15) == (word == "busy")
-    assert str(run.ranks[0].collective) == "waiting in all_reduce #4 (line 12: dist.all_reduce(torch.ones(1)))"
+    assert (
+        not RECORDS
+        or str(run.ranks[0].collective) == "waiting in all_reduce #4 (line 12: dist.all_reduce(torch.ones(1)))"
+    )
     assert run.ranks[1].at is not None and "os.path.exists('go')" in run.ranks[1].at.source
     (home / "go").touch()
     run.wait()
