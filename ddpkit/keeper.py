@@ -223,13 +223,19 @@ def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
         return
     world_size, began = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), time.monotonic()
     while not keeper.owner.gone():
-        ended, looked_at = ({p.parent for p in folder.parent.glob(f"*/{n}")} for n in (wire.EXIT, wire.LOOK))
+        ended, failed, looked_at = (_that_have(folder.parent, name) for name in (wire.EXIT, wire.FAILURE, wire.LOOK))
         waited_s = time.monotonic() - began
-        everybody_seen = len(ended | looked_at) >= world_size and waited_s > LINGER_S
+        on_their_way_out = failed - ended
+        everybody_seen = len(ended | looked_at) >= world_size and not on_their_way_out and waited_s > LINGER_S
         if len(ended) >= world_size or everybody_seen or waited_s > LOOKED_AT_WITHIN_S:
             return
         if signal.sigtimedwait(PASSED_ON, 0.02):
             return
+
+
+def _that_have(ranks: Path, record: str) -> set[Path]:
+    """The folders of those ranks that have written `record`."""
+    return {path.parent for path in ranks.glob(f"*/{record}")}
 
 
 def keep_agent(become: Callable[[], None], owner: int) -> int:

@@ -32,6 +32,7 @@ _NAMED = re.compile(r"\bRanks? (\d[\d, ]*) failed to pass monitoredBarrier")
 _JOINING = re.compile(r"\b(init_process_group|rendezvous|_store_based_barrier|_create_c10d_store)\b")
 _LOADING = re.compile(r"torch.utils.data.dataloader\.py")
 _WAITING = re.compile(r"torch.distributed.(distributed_c10d|nn|_functional_collectives)")
+_WORKERS_OWN = "_worker_loop"
 _BACKWARD = "_engine_run_backward"
 
 
@@ -203,6 +204,8 @@ def _among_waiting(
             (), f"All ranks wait for each other: {said}. Who is at fault cannot be told from this.", "all_waiting"
         )
     ranks = sorted(blamed)
+    if len(ranks) > len(waiting) and all(s.kind == "left" for s in blamed.values()):
+        return _waits_alone(waiting, ranks)
     waiter = min(waiting.values(), key=lambda s: s.rank.rank)
     what = _whom_it_waits_for(waiter)
     joined = "has not joined" if live else "never joined"
@@ -214,6 +217,15 @@ def _among_waiting(
         joined, does = "came too late to", "the others had given up by then"
     sentence = f"{ranks_said(ranks)} {joined} {what}; {does}. {_who_waits_there(waiting)}{_worker(first)}"
     return Finding(tuple(ranks), sentence, kind)
+
+
+def _waits_alone(waiting: Mapping[int, Standing], left: Sequence[int]) -> Finding:
+    """Most ranks came to their end without the collective in which a few still wait: the few have one too many."""
+    numbers = tuple(sorted(waiting))
+    what = _whom_it_waits_for(waiting[numbers[0]])
+    verb = _verb(numbers, "waits", "wait")
+    sentence = f"{ranks_said(numbers)} {verb} in {what}, which no other rank joined: the others left with exit code 0."
+    return Finding(numbers, sentence, "never_joined")
 
 
 def _whom_it_waits_for(waiter: Standing) -> str:
@@ -358,8 +370,9 @@ def _worker(standing: Standing) -> str:
     """What the loader's worker does that this rank waits for."""
     look = standing.rank.look
     for _pid, stack in look.workers if look and standing.kind == "loading" else ():
-        place = next((f for f in stack_frames(stack, {}) if f.own), None)
-        if place:
+        # Further out stand the rank's own frames, from before the worker was forked.
+        frames = itertools.takewhile(lambda frame: not frame.function.endswith(_WORKERS_OWN), stack_frames(stack, {}))
+        if place := next((frame for frame in frames if frame.own), None):
             return f" The worker is in {place.function}, {place.text}."
     return ""
 
