@@ -283,7 +283,7 @@ def test_a_job_longer_than_its_timeout_ends_with_stacks(script: Callable[..., st
 
 
 def test_a_stall_gathers_stacks_and_may_end_the_job(script: Callable[..., str]) -> None:
-    run = launch(script(BLOCKED), stall=2, stop_on_stall=True)
+    run = launch(script(BLOCKED), stall=6, stop_on_stall=True)
     assert run.state == "hung"
     assert "all_reduce" in run.ranks[0].stack
 

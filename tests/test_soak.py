@@ -87,6 +87,8 @@ class Tally:
         left = left_after(home, 10)
         if wrong or left:
             self.wrong.append(f"{wrong} {left or ''}")
+            # The report comes at the end of an hour.
+            print(self.wrong[-1], file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture(scope="module")
