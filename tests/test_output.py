@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import BLOCKED, wait_for
+from matrix import needs_record
 
 import ddpkit
 from ddpkit import folders, target, wire
@@ -252,6 +253,7 @@ def test_a_standstill_is_printed_once_and_its_withdrawal_once(capsys: pytest.Cap
     ]
 
 
+@needs_record
 @pytest.mark.job
 def test_a_job_that_stands_still_and_comes_back_says_both(script: Callable[..., str], recorded: Recorder) -> None:
     path = script(
@@ -282,6 +284,7 @@ def test_a_job_that_stands_still_and_comes_back_says_both(script: Callable[..., 
     assert recorded.states[-1].still is None
 
 
+@needs_record
 @pytest.mark.job
 def test_without_the_reveal_a_standstill_is_told_in_facts(script: Callable[..., str], recorded: Recorder) -> None:
     path = script(BLOCKED)

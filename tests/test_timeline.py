@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matrix import needs_record
 from test_evidence import TOLD, found, hung_run
 from test_records import recorded_run, write_rank, write_run
 
@@ -131,6 +132,7 @@ def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path) -> None:
 
 
 @pytest.mark.job
+@needs_record
 def test_a_real_job_is_drawn(home: Path) -> None:
     from conftest import BLOCKED
 
