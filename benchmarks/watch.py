@@ -1,31 +1,34 @@
 """What it costs a job to be watched, and how soon after a hang the verdict is there.
 
-The cost: a silent training loop of small steps, so that the watcher asks every rank for its collectives all the time,
-under plain torchrun and under `ddpkit.launch`, in turn; each rank times its own steps. The hang: one rank stops joining,
-and the seconds from its last sign of life to the verdict with every rank's stack, above `stall`. `--write` puts both into
-docs/watch.md.
+The cost, taken twice, in a silent training loop of small steps, so that the watcher asks every rank for its collectives
+all the time. CPU time: what the watching thread in the kernel and the answering thread in each rank used, of what the
+machine's cores could give; no other job disturbs that. Wall time: for two seconds the job is watched, for two it is not,
+and the ranks time their steps; two jobs one after the other would differ by more than watching costs. The hang: one rank
+stops joining, and the seconds from the last sign of life to the verdict with every rank's stack, above `stall`. `--write`
+puts both into docs/watch.md.
 
-    python benchmarks/watch.py --rounds 7 --write
+    python benchmarks/watch.py --rounds 7 --seconds 120 --write
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import ddpkit
+from ddpkit.watch import Watcher
 
 PAGE = Path(__file__).parents[1] / "docs" / "watch.md"
 STEPS = """
-import sys, time
+import json, sys, threading, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,16 +44,18 @@ def step():
 
 for _ in range(100):
     step()
-steps, began = 0, time.perf_counter()
-until = began + float(sys.argv[1])
+blocks, until = [], time.time() + float(sys.argv[1])
 more = torch.ones(1)
 while more.item():
+    began = time.time()
     for _ in range(50):
         step()
-    steps += 50
-    more.fill_(time.perf_counter() < until)
+    blocks.append((began, time.time()))
+    more.fill_(time.time() < until)
     dist.broadcast(more, 0)
-print("STEP_US", 1e6 * (time.perf_counter() - began) / steps, flush=True)
+answering = [t.native_id for t in threading.enumerate() if t.name == "ddpkit answers its watcher"]
+cpu_s = sum(int(open(f"/proc/self/task/{thread}/schedstat").read().split()[0]) for thread in answering) / 1e9
+print(json.dumps({"blocks": blocks, "cpu_s": cpu_s}), flush=True)
 """
 HANG = """
 import time
@@ -64,34 +69,56 @@ if dist.get_rank() == 1:
 dist.all_reduce(torch.ones(1))
 """
 RANKS = (2, 4, 8)
+WINDOW_S = 2.0
 STALL_S = 3.0
 
 
-def step_us(out: str) -> float:
-    """The slowest rank's microseconds a step."""
-    return max(float(line.split()[-1]) for line in out.splitlines() if "STEP_US" in line)
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds a step in each watched window, and beside it; the shares of one core that watching and answering took."""
+
+    on: list[float]
+    off: list[float]
+    watching: float
+    answering: list[float]
+
+    @property
+    def share(self) -> float:
+        """The share of all cores' time."""
+        return (self.watching + sum(self.answering)) / (os.cpu_count() or 1)
 
 
-def costs(folder: Path, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Microseconds a step of 2 ranks, plain and watched, in turn."""
+def costs(folder: Path, seconds: float) -> Cost:
+    """Watch 2 ranks of a silent training loop for half of the `seconds`, window by window."""
     script = folder / "steps.py"
     script.write_text(STEPS)
-    plain = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found: dict[str, list[float]] = {"torchrun": [], "ddpkit.launch": []}
+    always = Watcher._say_how_it_is
+    watching_s = []
 
-    def by_torchrun() -> float:
-        done = subprocess.run([*plain, str(script), str(seconds)], capture_output=True, text=True, check=True)
-        return step_us(done.stdout)
+    def now_and_then(watcher: Watcher) -> None:
+        if watched(time.time()):
+            before_s = time.thread_time()
+            always(watcher)
+            watching_s.append(time.thread_time() - before_s)
 
-    def by_ddpkit() -> float:
-        run = ddpkit.launch(script, args=[seconds], show=False, warm=False).check()
-        return step_us("\n".join(rank.stdout for rank in run.ranks))
+    Watcher._say_how_it_is = now_and_then  # type: ignore[method-assign]
+    run = ddpkit.launch(script, args=[seconds], show=False).check()
+    told = [json.loads(rank.stdout) for rank in run.ranks]
+    windows: dict[int, list[float]] = {}
+    for began, ended in told[0]["blocks"]:
+        if int(began / WINDOW_S) == int(ended / WINDOW_S):
+            windows.setdefault(int(began / WINDOW_S), []).append((ended - began) / 50 * 1e6)
+    medians = {number: statistics.median(each) for number, each in windows.items()}
+    pairs = [n for n in medians if watched(n * WINDOW_S) and n - 1 in medians and n + 1 in medians]
+    # The machine drifts: each watched window stands against the mean of the two beside it.
+    on, off = [medians[n] for n in pairs], [(medians[n - 1] + medians[n + 1]) / 2 for n in pairs]
+    watched_s = WINDOW_S * sum(watched(n * WINDOW_S) for n in windows)
+    return Cost(on, off, sum(watching_s) / watched_s, [t["cpu_s"] / watched_s for t in told])
 
-    ways = [("torchrun", by_torchrun), ("ddpkit.launch", by_ddpkit)]
-    for number in range(rounds):
-        for name, way in ways if number % 2 else reversed(ways):
-            found[name].append(way())
-    return found
+
+def watched(at_s: float) -> bool:
+    """Whether the job is watched in the window that holds this moment."""
+    return int(at_s / WINDOW_S) % 2 == 0
 
 
 def verdict_after_s(script: Path, ranks: int) -> float:
@@ -114,31 +141,40 @@ def spread(values: list[float], digits: int = 2) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def told(found: dict[str, list[float]], after: dict[int, list[float]], rounds: int, seconds: float) -> str:
+def told(cost: Cost, after: dict[int, list[float]], rounds: int) -> str:
     """The page."""
-    ratios = [w / p for w, p in zip(found["ddpkit.launch"], found["torchrun"], strict=True)]
-    medians = {name: statistics.median(values) for name, values in found.items()}
-    cost = 100 * (medians["ddpkit.launch"] / medians["torchrun"] - 1)
-    rows = "\n".join(f"| {name} | {spread(values, 0)} |" for name, values in found.items())
+    ratios = [watching / alone for watching, alone in zip(cost.on, cost.off, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
     hangs = "\n".join(f"| {ranks} | {spread(values)} |" for ranks, values in after.items())
     versions = f"torch {metadata.version('torch')}, Python {platform.python_version()}"
     return f"""# What it costs to be watched
 
-Measured by `benchmarks/watch.py` on {time.strftime("%Y-%m-%d")}: {rounds} rounds, {os.cpu_count()} cores, {versions}.
-Medians, with the least and the most.
+Measured by `benchmarks/watch.py` on {time.strftime("%Y-%m-%d")}: {os.cpu_count()} cores, {versions}.
 
-A training loop of small steps on 2 ranks that prints nothing for {seconds:g} s, so that the watcher asks each rank for its
-collectives all the time; the ways took turns. The difference of the medians is {cost:+.1f} %; pair by pair the ratio was
-{spread(ratios, 3)}.
+A training loop of small steps on 2 ranks that prints nothing, so that the watcher asks each rank for its collectives all
+the time. CPU time, as a share of what the cores can give:
 
-| started by | microseconds a step |
+| who | share of one core |
 |---|---|
-{rows}
+| the thread in the kernel that watches | {cost.watching:.2%} |
+| the thread in each rank that answers | {" and ".join(f"{share:.2%}" for share in cost.answering)} |
+| together, of all {os.cpu_count()} cores | **{cost.share:.2%}** |
+
+Wall time: for {WINDOW_S:g} s it watches, for {WINDOW_S:g} s it does not; microseconds a step, the median window with the
+least and the most.
+
+| windows | microseconds a step |
+|---|---|
+| watched, {len(cost.on)} | {spread(cost.on, 0)} |
+| not watched, beside them | {spread(cost.off, 0)} |
+
+Each watched window against the mean of the two beside it: the median ratio is {middle:.4f}, the middle half lies between
+{low:.4f} and {high:.4f}, which is how steady this machine is.
 
 ## From a hang to its verdict
 
-Rank 1 stops joining. Seconds above `stall` ({STALL_S:g} s) from the last line of any rank to the verdict, with every
-rank's stack and collectives.
+Rank 1 stops joining; {rounds} rounds. Seconds above `stall` ({STALL_S:g} s) from the last line of any rank to the verdict,
+with every rank's stack and collectives.
 
 | ranks | seconds above `stall` |
 |---|---|
@@ -150,7 +186,7 @@ def main() -> None:
     """Measure, print the page, and write it if asked to."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--seconds", type=float, default=15)
+    options.add_argument("--seconds", type=float, default=120)
     options.add_argument("--write", action="store_true")
     asked = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -158,8 +194,8 @@ def main() -> None:
         hang = Path(folder) / "hang.py"
         hang.write_text(HANG)
         after = {ranks: [verdict_after_s(hang, ranks) for _ in range(asked.rounds)] for ranks in RANKS}
-        found = costs(Path(folder), asked.rounds, asked.seconds)
-    page = told(found, after, asked.rounds, asked.seconds)
+        cost = costs(Path(folder), asked.seconds)
+    page = told(cost, after, asked.rounds)
     print(page)
     if asked.write:
         PAGE.write_text(page)
