@@ -1,19 +1,21 @@
-"""The door of ddpkit: `launch`, `Run` and `explain`, imported when first asked for, so that `import ddpkit` costs nothing."""
+"""The door of ddpkit: what a notebook uses, imported when first asked for, so that `import ddpkit` costs nothing."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .bench import FixBench
     from .catalog import explain
     from .errors import JobFailed, LaunchError
     from .launcher import launch
     from .run import Run
 
-__all__ = ["JobFailed", "LaunchError", "Run", "explain", "launch"]
+__all__ = ["FixBench", "JobFailed", "LaunchError", "Run", "explain", "launch"]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "FixBench": "bench",
     "launch": "launcher",
     "Run": "run",
     "explain": "catalog",

@@ -152,13 +152,18 @@ def parse(name: str, source: str) -> Page:
         found = tomllib.loads(head)
     except tomllib.TOMLDecodeError as error:
         raise _bad(name, f"its front matter is no TOML: {error}.") from None
-    _check_keys(name, "front matter", found, ("title", "seen_with", "signatures", "notebook", "needs"))
+    _check_keys(name, "front matter", found, ("title", "seen_with", "signatures", "silent", "notebook", "needs"))
     for key in ("title", "seen_with"):
         if not isinstance(found.get(key), str) or not found[key].strip():
             raise _bad(name, f"key `{key}` must be a text, but is {found.get(key)!r}.")
-    tables = found.get("signatures")
-    if not isinstance(tables, list) or not tables:
-        raise _bad(name, "key `signatures` must be at least one table [[signatures]].")
+    if found.get("silent", True) is not True:
+        raise _bad(name, f"key `silent` must be true where it is given, but is {found['silent']!r}.")
+    tables = found.get("signatures", [])
+    if not isinstance(tables, list) or bool(tables) == bool(found.get("silent")):
+        raise _bad(
+            name,
+            "key `signatures` must be at least one table [[signatures]]; or `silent = true`, where no message tells.",
+        )
     if not text.strip():
         raise _bad(name, "there is nothing below the front matter.")
     signatures = tuple(_signature(name, i, table) for i, table in enumerate(tables, 1))

@@ -17,6 +17,7 @@ from .folders import new_run_folder
 from .options import Options, about_unknown, checked_options, decided_backend
 from .process import Job, Start
 from .run import Run, save_spec
+from .sink import Sink
 from .target import Target, resolve
 from .watch import Limits, Watcher
 
@@ -93,8 +94,19 @@ def warm_up() -> None:
     zygote.begin(_base_environment())
 
 
-def start(target: Target, options: Options, *, wait: bool = True, check: bool = False, show: bool | str = True) -> Run:
-    """Start `target`; with `wait`, return when it is over. Called by `launch` and the cell magic."""
+def start(
+    target: Target,
+    options: Options,
+    *,
+    wait: bool = True,
+    check: bool = False,
+    show: bool | str | Sink = True,
+    patient: bool | None = None,
+) -> Run:
+    """Start `target`; with `wait`, return when it is over. Called by `launch`, the cell magic and the bench.
+
+    `patient`: wait for a zygote that is still importing rather than start cold; by default where `wait` is.
+    """
     env = _environment(target, options)
     backend = decided_backend(options, env)
     env[wire.ENV_BACKEND] = backend
@@ -113,14 +125,15 @@ def start(target: Target, options: Options, *, wait: bool = True, check: bool = 
             target.imports_from(folder),
             target.variables(),
             _base_environment(),
-            zygote.PATIENCE_S if wait else 0,
+            zygote.PATIENCE_S if (wait if patient is None else patient) else 0,
         ),
     )
     save_spec(folder, {**spec, "cold_because": job.cold_because})
     run = Run(folder, job, options.reveal)
     limits = Limits(options.timeout_s, options.stall_s, options.stop_on_stall)
     sink.begin(run, lambda: job.stop("stopped"))
-    notebook.show_live(sink)
+    if sink is not show:
+        notebook.show_live(sink)
     Watcher(run, job, sink, limits).start()
     if wait:
         _wait(job)
@@ -212,6 +225,7 @@ def _spec(
         "timeout_s": options.timeout_s,
         "stall_s": options.stall_s,
         "notes": list(target.notes),
+        "script": next(iter(target.files), ""),
         "versions": {"python": sys.version.split()[0], "torch": metadata.version("torch"), "ddpkit": __version__},
         "started_ns": time.time_ns(),
         "launched_by": os.getpid(),

@@ -21,14 +21,16 @@ def shell() -> Any:
     return found if found is not None and hasattr(found, "kernel") else None
 
 
-def sink_for(show: bool | str) -> Sink:
-    """The sink for `show`: True, "text" or False.
+def sink_for(show: bool | str | Sink) -> Sink:
+    """The sink for `show`: True, "text", False, or one that the caller has made and shows by itself.
 
     Raises:
         LaunchError: `show` is none of them.
     """
     if show is False:
         return Silence()
+    if not isinstance(show, bool | str):
+        return show
     if show == "text" or (show is True and shell() is None):
         from .terminal import TextSink
 

@@ -70,6 +70,12 @@ class Run:
         return self._spec.get("command", "")
 
     @property
+    def script(self) -> str:
+        """The program's text as it ran, line for line as tracebacks count; "" for a module or a function."""
+        name = self._spec.get("script", "")
+        return _read(self.folder / name) if name and name != wire.FUNCTION_SCRIPT else ""
+
+    @property
     def facts(self) -> str:
         """`2 ranks · gloo on CPU`."""
         return " · ".join([_ranks(self.nproc), self._spec.get("device_words", self.backend)])

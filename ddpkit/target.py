@@ -134,16 +134,20 @@ def of_cell(text: str, name: str, args: Sequence[str]) -> Target:
     Raises:
         LaunchError: the cell does not compile.
     """
+    # The magic's own line is line 1 of the cell: tracebacks then count as the cell does.
+    return of_text("\n" + text, name, args, "%%torchrun", "the cell")
+
+
+def of_text(text: str, name: str, args: Sequence[str] = (), asker: str = "launch", what: str = "the script") -> Target:
+    """A program given as text, which becomes a script of the run folder. See `of_cell`."""
     stem = re.sub(r"[^0-9A-Za-z_]+", "_", name).strip("_") or "cell"
     # A script beside which imports start must not bear the name of something that it may want to import.
     file = f"{stem}_cell.py" if _find_module(stem) else f"{stem}.py"
-    # The magic's own line is line 1 of the cell: tracebacks then count as the cell does.
-    text = "\n" + text
     try:
         compile(text, file, "exec", dont_inherit=True)
     except SyntaxError as error:
         raise LaunchError(
-            f"%%torchrun: line {error.lineno} of the cell does not compile ({error.msg}): {(error.text or '').strip()}"
+            f"{asker}: line {error.lineno} of {what} does not compile ({error.msg}): {(error.text or '').strip()}"
         ) from None
     return Target(
         name, ("{folder}/" + file, *args), {file: text.encode()}, path_folder=os.getcwd(), source=text.encode()

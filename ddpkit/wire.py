@@ -17,6 +17,10 @@ ENV_LOG_CAP = "DDPKIT_LOG_CAP_MIB"
 ENV_KEEP_RUNS = "DDPKIT_KEEP_RUNS"
 ENV_WARM = "DDPKIT_WARM"
 ENV_WARM_IDLE_S = "DDPKIT_WARM_IDLE_S"
+# Set for a job whose parameters and gradients are to be compared afterwards: they are written down at every step.
+ENV_STEPS = "DDPKIT_STEPS"
+# "RANK:STEP": that rank raises before it applies that step, to see whether the job ends with an exit code that says so.
+ENV_FAULT = "DDPKIT_FAULT"
 # Where the ranks of a warm job find the zygote.
 ENV_ZYGOTE = "DDPKIT_ZYGOTE"
 # Room in the zygote's own environment, for that of the processes it will fork.
@@ -53,6 +57,10 @@ FINISHED = "finished.json"
 EXIT = "exit.json"
 REPORTS = "reports.jsonl"
 RETURNED = "returned.pkl"
+STEPS = "steps.json"
+STEP_TIMES = "steps.jsonl"
+STEP_VALUES = "steps.f32"
+FINAL_VALUES = "final.f32"
 STACK = "stack.txt"
 CRASH = "crash.txt"
 JOINING = "joining.json"

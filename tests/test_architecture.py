@@ -11,8 +11,14 @@ PACKAGE = Path(__file__).parents[1] / "ddpkit"
 
 # Arrows go only downward: a room may import those named here, at its top or inside its functions.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"launcher", "run", "catalog", "errors", "magic"},
+    "__init__": {"bench", "launcher", "run", "catalog", "errors", "magic"},
     "cli": {"launcher", "catalog", "errors"},
+    "bench": {"benchview", "comparison", "trial", "lab", "run", "sink", "steps", "timeline", "errors"},
+    "benchview": {"bench", "lab", "markup", "view", "errors"},
+    "comparison": {"bench", "steps", "timeline"},
+    "trial": {"lab", "launcher", "options", "run", "sink", "steps", "target", "errors", "wire"},
+    "lab": {"catalog", "errors"},
+    "steps": {"run", "wire"},
     "magic": {"launcher", "options", "target", "errors"},
     "launcher": {
         "notebook",
@@ -20,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
         "watch",
         "process",
         "run",
+        "sink",
         "options",
         "folders",
         "errors",
@@ -88,7 +95,8 @@ ALLOWED: dict[str, set[str]] = {
     "rank": {"process_group", "reports"},
     "rank.zygote": {"keeper", "client", "wire", "rank.forked", "rank.observe"},
     "rank.forked": {"keeper", "client", "wire", "rank.bootstrap"},
-    "rank.bootstrap": {"wire", "rank.collectives", "rank.failure", "rank.observe"},
+    "rank.bootstrap": {"wire", "rank.collectives", "rank.failure", "rank.observe", "rank.steps"},
+    "rank.steps": {"wire", "rank.failure", "rank.observe"},
     "rank.failure": {"wire"},
     "rank.collectives": {"wire", "rank.failure"},
     "rank.observe": {"rank.collectives", "rank.failure"},
@@ -179,6 +187,6 @@ def test_import_ddpkit_brings_neither_torch_nor_widgets() -> None:
 def test_an_unknown_name_is_told_what_there_is() -> None:
     done = subprocess.run([sys.executable, "-c", "import ddpkit; ddpkit.lunch"], capture_output=True, text=True)
     assert (
-        "module 'ddpkit' has no attribute 'lunch'; it offers JobFailed, LaunchError, Run, explain, launch"
+        "module 'ddpkit' has no attribute 'lunch'; it offers FixBench, JobFailed, LaunchError, Run, explain, launch"
         in done.stderr
     )

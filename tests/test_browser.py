@@ -77,6 +77,15 @@ for step in range(40):
 """
 
 
+# What reaches over the right edge of the bench and cannot be scrolled to.
+STICKS_OUT = """bench => {
+  const edge = bench.getBoundingClientRect().right + 1, cut = e => getComputedStyle(e).overflowX !== 'visible'
+  const scrolled = e => { for (let p = e.parentElement; p !== bench; p = p.parentElement) if (cut(p)) return true }
+  const wide = e => e.getBoundingClientRect().right > edge && !scrolled(e)
+  return [...bench.querySelectorAll('*')].filter(wide).map(e => e.className)
+}"""
+
+
 class Lab:
     """A JupyterLab server of this environment and a browser page at one of its notebooks."""
 
@@ -291,13 +300,19 @@ def test_a_hung_job_keeps_its_verdict_diagnosis_and_table(lab: Lab, page: Any, s
     page.screenshot(path=shots / "figure-hung.png")
 
 
+def take_theme(page: Any, theme: str) -> None:
+    """Switch JupyterLab's theme by its menu."""
+    page.get_by_role("menuitem", name="Settings", exact=True).click()
+    for item in ("Theme", theme):
+        page.locator(".lm-Menu-itemLabel", has_text=re.compile(f"^{item}$")).click()
+    page.wait_for_timeout(1_000)
+
+
 def shoot_all(page: Any, shots: Path, name: str) -> None:
     """Screenshots in JupyterLab's light and dark themes, and 800 px wide."""
     shown = page.locator(".ddpkit").first
     for theme, suffix in (("JupyterLab Dark", "-dark"), ("JupyterLab Light", "")):
-        page.get_by_role("menuitem", name="Settings", exact=True).click()
-        for item in ("Theme", theme):
-            page.locator(".lm-Menu-itemLabel", has_text=re.compile(f"^{item}$")).click()
+        take_theme(page, theme)
         page.locator(f".ddpkit[data-theme={theme.split()[1].lower()}]").first.wait_for()
         page.wait_for_timeout(1_000)
         page.screenshot(path=shots / f"{name}{suffix}.png")
@@ -305,6 +320,70 @@ def shoot_all(page: Any, shots: Path, name: str) -> None:
     page.set_viewport_size({"width": 800, "height": 1000})
     shown.scroll_into_view_if_needed()
     page.screenshot(path=shots / f"{name}-800px.png")
+    page.set_viewport_size(size)
+
+
+def test_on_the_bench_a_decoy_fails_and_a_cure_passes(lab: Lab, page: Any, shots: Path) -> None:
+    cells = [
+        "import ddpkit\nbench = ddpkit.FixBench('unused_parameters')\nbench",
+        "print(bench.results)",
+        "bench.compare()",
+    ]
+    lab.write("bench.ipynb", cells)
+    lab.open(page, "bench.ipynb")
+    run_cell(page, 0)
+    bench = page.locator(".ddpkit-bench")
+    run, stop = (bench.get_by_role("button", name=name) for name in ("Run", "Stop"))
+    bench.get_by_text("self.middle = nn.Linear(32, 32)").first.wait_for()
+    assert run.is_disabled(), "the reader has not predicted yet"
+    choose(bench, "A barrier in every step")
+    wait_for_text(page, bench.locator("tr.new"), "torch.distributed.barrier()")
+    bench.get_by_role("button", name="it cures").click()
+    page.wait_for_function("() => document.querySelector('.ddpkit-bench button.mod-primary').disabled === false")
+    # The keyboard does as well as the mouse.
+    run.focus()
+    page.keyboard.press("Enter")
+    wait_for_text(page, bench.locator(".bench-results > table > tbody > tr"), "fails")
+    row = bench.locator(".bench-results > table > tbody > tr").first.inner_text()
+    assert "A barrier in every step" in row and "cures" in row and "1 1" in row
+    wait_for_text(page, bench.locator(".ddpkit"), "Every rank alike raised RuntimeError")
+    shoot_bench(page, bench, shots, "bench-decoy")
+    assert run.is_disabled(), "the next run wants a prediction of its own"
+    choose(bench, "A barrier in every step")
+    choose(bench, "Freeze the layer before the wrap")
+    wait_for_text(page, bench.locator("tr.new"), "net.middle.requires_grad_(False)")
+    bench.get_by_role("button", name="it cures").click()
+    run.click()
+    wait_for_text(page, bench.locator(".bench-results > table > tbody > tr"), "✓ cures")
+    # A row for each run, and one below it with its evidence.
+    assert bench.locator(".bench-results > table > tbody > tr").count() == 4 and stop.is_disabled()
+    bench.locator(".bench-results summary").first.click()
+    wait_for_text(page, bench.locator(".bench-results"), "unused_parameters (certain)")
+    shoot_bench(page, bench, shots, "bench-cure")
+    for cell in (1, 2):
+        run_cell(page, cell)
+    wait_for_text(page, page.locator(".jp-OutputArea-output pre"), "Freeze the layer before the wrap")
+    page.locator(".jp-RenderedImage img").wait_for()
+    page.locator(".jp-RenderedImage img").scroll_into_view_if_needed()
+    page.screenshot(path=shots / "bench-compared.png")
+
+
+def choose(bench: Any, title: str) -> None:
+    """Tick the box of a remedy."""
+    bench.get_by_label(title).click()
+
+
+def shoot_bench(page: Any, bench: Any, shots: Path, name: str) -> None:
+    """Screenshots of the bench in both themes, and 800 px wide, where nothing of it may be cut off."""
+    for theme, suffix in (("JupyterLab Dark", "-dark"), ("JupyterLab Light", "")):
+        take_theme(page, theme)
+        bench.scroll_into_view_if_needed()
+        bench.screenshot(path=shots / f"{name}{suffix}.png")
+    size = page.viewport_size
+    page.set_viewport_size({"width": 800, "height": 1000})
+    page.wait_for_timeout(500)
+    bench.screenshot(path=shots / f"{name}-800px.png")
+    assert bench.evaluate(STICKS_OUT) == [], "the bench is wider than its cell at 800 px"
     page.set_viewport_size(size)
 
 

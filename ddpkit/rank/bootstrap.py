@@ -26,7 +26,7 @@ from types import ModuleType  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
 from ddpkit import wire  # noqa: E402
-from ddpkit.rank import collectives, failure, observe  # noqa: E402
+from ddpkit.rank import collectives, failure, observe, steps  # noqa: E402
 
 # Neither Slurm, Lightning nor Python itself uses it; SIGUSR1 is theirs.
 STACK_SIGNAL = signal.SIGRTMIN + 10
@@ -100,6 +100,7 @@ def arm(warm: bool) -> None:
     sys.breakpointhook = failure.no_keyboard
     builtins.input = failure.no_keyboard
     observe.arm()
+    steps.arm()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         faulthandler.enable(_kept_open(folder / wire.CRASH), all_threads=True)
@@ -130,6 +131,7 @@ def say_finished() -> None:
         with contextlib.suppress(OSError):
             wire.write_record(folder / wire.FINISHED, {"at_ns": time.time_ns()})
         collectives.note()
+        steps.finish()
 
 
 def _kept_open(path: Path) -> int:

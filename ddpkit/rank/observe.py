@@ -1,6 +1,6 @@
 """Looks on while torch.distributed is used in a rank, at the moments a process group is brought up and torn down.
 
-torch is not imported from here: its module is met on the way in, if the script ever imports it.
+torch is not imported from here: its modules are met on the way in, if the script ever imports them.
 """
 
 from __future__ import annotations
@@ -27,27 +27,43 @@ def arm() -> None:
     In a warm rank this was done before the zygote imported torch.
     """
     if _WATCHED not in sys.modules:
-        sys.meta_path.insert(0, _Meeting())
+        meet(_WATCHED, _watch)
+
+
+def meet(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Have `then` called with module `name` as soon as that is imported; at once where it is already."""
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Meeting(name, then))
+
+
+def _watch(module: ModuleType) -> None:
+    for name, watched in (("init_process_group", _joining), ("destroy_process_group", _leaving)):
+        module.__dict__[name] = watched(module.__dict__[name])
 
 
 class _Meeting(MetaPathFinder):
-    """Finds the one watched module as the other finders would, with a loader that adds the watching after it has run."""
+    """Finds one module as the other finders would, with a loader that calls `then` after the module has run."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _WATCHED:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _WatchingLoader(spec.loader)
+            spec.loader = _MeetingLoader(spec.loader, self._then)
         return spec
 
 
-class _WatchingLoader(Loader):
-    def __init__(self, real: Any) -> None:
-        self._real = real
+class _MeetingLoader(Loader):
+    def __init__(self, real: Any, then: Callable[[ModuleType], None]) -> None:
+        self._real, self._then = real, then
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -59,8 +75,7 @@ class _WatchingLoader(Loader):
         self._real.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self._real
-        for name, watched in (("init_process_group", _joining), ("destroy_process_group", _leaving)):
-            module.__dict__[name] = watched(module.__dict__[name])
+        self._then(module)
 
 
 def _joining(init: Callable[..., Any]) -> Callable[..., Any]:
