@@ -16,7 +16,7 @@ INSIDE := PATH="$(abspath $(BIN)):$$PATH"
 VERSION := import sys; print(sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab test check lint types units jobs nbval soak test-oldest notebooks constraints format clean
+.PHONY: help install lab test check lint types units jobs nbval soak test-oldest notebooks exercises student constraints format clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,7 +44,7 @@ jobs: $(INSTALLED)
 	$(INSIDE) $(BIN)/pytest
 
 nbval: $(INSTALLED)
-	$(INSIDE) $(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout 300 --timeout 330 notebooks
+	$(INSIDE) $(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout 300 --timeout 330 notebooks solutions
 
 soak: $(INSTALLED) ## hundreds of launches, every fault at random moments
 	$(INSIDE) $(BIN)/pytest -m soak
@@ -52,8 +52,14 @@ soak: $(INSTALLED) ## hundreds of launches, every fault at random moments
 test-oldest: $(OLDEST)/.installed ## the tests with the oldest torch that is supported (its own environment, up to 5 GB)
 	PATH="$(abspath $(OLDEST))/bin:$$PATH" $(OLDEST)/bin/pytest -m "not browser and not soak"
 
-notebooks: $(INSTALLED) ## run every notebook and store its outputs in place
+notebooks: $(INSTALLED) ## run every notebook and solution, and store their outputs in place
 	$(INSIDE) $(BIN)/python tools/store_outputs.py
+
+exercises: $(INSTALLED) ## exercises/ afresh from solutions/, by nbgrader's ClearSolutions
+	$(BIN)/python tools/make_exercises.py
+
+student: $(INSTALLED) ## dist/ddp-workbook.zip: the workbook for students, without solutions and tests
+	$(BIN)/python tools/student_archive.py
 
 constraints: $(INSTALLED) ## constraints.txt afresh, from the newest versions (TORCH=2.14.0 moves torch as well)
 	rm -rf $(NEWEST)

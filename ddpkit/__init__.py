@@ -8,10 +8,24 @@ if TYPE_CHECKING:
     from .bench import FixBench
     from .catalog import explain
     from .errors import JobFailed, LaunchError
+    from .exercise import hint, progress, reset, task
+    from .grading import check
     from .launcher import launch
     from .run import Run
 
-__all__ = ["FixBench", "JobFailed", "LaunchError", "Run", "explain", "launch"]
+__all__ = [
+    "FixBench",
+    "JobFailed",
+    "LaunchError",
+    "Run",
+    "check",
+    "explain",
+    "hint",
+    "launch",
+    "progress",
+    "reset",
+    "task",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -21,6 +35,11 @@ _HOMES = {
     "explain": "catalog",
     "JobFailed": "errors",
     "LaunchError": "errors",
+    "check": "grading",
+    "hint": "exercise",
+    "progress": "exercise",
+    "reset": "exercise",
+    "task": "exercise",
 }
 
 

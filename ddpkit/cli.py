@@ -1,4 +1,5 @@
-"""The `ddpkit` command: `run` is torchrun with rank-tagged output and an honest exit code, `explain` prints the catalog."""
+"""The `ddpkit` command: `run` is torchrun with rank-tagged output and an honest exit code, `explain` prints the catalog,
+`start` and `progress` go with the exercises."""
 
 from __future__ import annotations
 
@@ -94,6 +95,22 @@ def _print_contents(console: Console, contents: Contents) -> None:
     for page in contents.pages:
         table.add_row(page.name, page.title)
     console.print(table)
+
+
+@app.command()
+def start(number: Annotated[str, typer.Argument(help="The exercise's number, such as 02.")]) -> None:
+    """Copy an exercise into work/, where it is yours: updates of the workbook never touch it. A copy that is there stays."""
+    from .student import start as copy_exercise
+
+    print(copy_exercise(number))
+
+
+@app.command()
+def progress() -> None:
+    """Say how far you are with the exercises, by what is kept below .ddpkit in this folder."""
+    from .exercise import progress as done
+
+    print(done())
 
 
 def main() -> None:

@@ -39,16 +39,16 @@ class Options:
 
 def checked_options(
     *,
-    nproc: Any,
-    backend: str | None,
-    env: Mapping[str, str | None] | None,
-    timeout: Any,
-    stall: Any,
-    stop_on_stall: bool,
-    max_restarts: Any,
-    torchrun: Sequence[str],
-    reveal: bool,
-    warm: bool,
+    nproc: Any = 2,
+    backend: str | None = None,
+    env: Mapping[str, str | None] | None = None,
+    timeout: Any = None,
+    stall: Any = 10.0,
+    stop_on_stall: bool = False,
+    max_restarts: Any = 0,
+    torchrun: Sequence[str] = (),
+    reveal: bool = True,
+    warm: bool = True,
     name: str | None = None,
 ) -> Options:
     """The options as asked for, each checked.

@@ -105,22 +105,10 @@ class Trials:
         """Launch the script with `remedies`, or the text `script` instead, with the lab's own limits; steps are written down."""
         text = patched(self.script, [e for r in remedies for e in r.edits]) if script is None else script
         settings = {**(self.lab.env or {}), **{k: v for r in remedies for k, v in (r.env or {}).items()}, **(env or {})}
-        asked = {
-            "nproc": self.lab.nproc,
-            "timeout": self.lab.timeout,
-            "stall": self.lab.stall,
-            "stop_on_stall": True,
-            "backend": None,
-            "max_restarts": 0,
-            "torchrun": (),
-            "reveal": True,
-            "warm": True,
-            "name": "_".join([self.lab.name, *(r.name for r in remedies)]),
-            **self.options,
-            **options,
-        }
-        checked = checked_options(env={**settings, wire.ENV_STEPS: "1"}, **asked)
-        return start(of_text(text, self.lab.name), checked, wait=wait, show=show, patient=True)
+        name = "_".join([self.lab.name, *(r.name for r in remedies)])
+        limits = {"nproc": self.lab.nproc, "timeout": self.lab.timeout, "stall": self.lab.stall}
+        asked = {**limits, **self.options, **options}
+        return run_recorded(text, asked.pop("name", name), env=settings, wait=wait, show=show, **asked)
 
     def outcome(self, run: Run, keeps: bool = True) -> Outcome:
         """What came of `run`; `keeps`: whether it trains as the plain script does."""
@@ -148,3 +136,16 @@ class Trials:
             return None
         run = self.run([plain], script=script, **options)
         return run if run.ok else None
+
+
+def run_recorded(
+    script: str,
+    name: str,
+    env: Mapping[str, str],
+    wait: bool = True,
+    show: bool | str | Sink = False,
+    **options: Any,
+) -> Run:
+    """Launch `script`, a text, with its parameters and gradients written down at every step; a hang ends at its stall."""
+    checked = checked_options(env={**env, wire.ENV_STEPS: "1"}, name=name, stop_on_stall=True, **options)
+    return start(of_text(script, name), checked, wait=wait, show=show, patient=True)

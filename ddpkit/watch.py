@@ -13,9 +13,9 @@ from . import machine, wire
 from .cap import LogCap
 from .culprit import classify, plain_words
 from .evidence import Standstill, rows
+from .lifesigns import Progress
 from .look import look, withdraw
 from .process import Job
-from .progress import Progress
 from .records import Rank, read_attempts
 from .run import Run
 from .sink import Line, Now, RankNow, Sink

@@ -21,6 +21,9 @@ ENV_WARM_IDLE_S = "DDPKIT_WARM_IDLE_S"
 ENV_STEPS = "DDPKIT_STEPS"
 # "RANK:STEP": that rank raises before it applies that step, to see whether the job ends with an exit code that says so.
 ENV_FAULT = "DDPKIT_FAULT"
+# What a program of the exercises draws its data from; and, in one process, how many ranks it stands for.
+ENV_SEED = "DDPKIT_SEED"
+ENV_RANKS = "DDPKIT_RANKS"
 # Where the ranks of a warm job find the zygote.
 ENV_ZYGOTE = "DDPKIT_ZYGOTE"
 # Room in the zygote's own environment, for that of the processes it will fork.
@@ -46,6 +49,9 @@ FUNCTION_SCRIPT = "call_function.py"
 CALL = "call.pkl"
 CALL_CONTEXT = "call.json"
 
+# What a student has done, beside the runs.
+EXERCISES = "exercises.json"
+
 # Files of the zygote's own folder, which lies where temporary files do: a socket's path must be short.
 ZYGOTE_SOCKET = "zygote.sock"
 ZYGOTE_LOG = "zygote.log"
@@ -61,6 +67,7 @@ STEPS = "steps.json"
 STEP_TIMES = "steps.jsonl"
 STEP_VALUES = "steps.f32"
 FINAL_VALUES = "final.f32"
+MEMORY = "memory.jsonl"
 STACK = "stack.txt"
 CRASH = "crash.txt"
 JOINING = "joining.json"
@@ -68,6 +75,9 @@ ASK = "ask"
 PROGRESS = "progress.json"
 COLLECTIVES = "collectives.json"
 LOOK = "look.json"
+
+# What is known of a rank's memory; what is left of the peak are activations and temporaries.
+MEMORY_PARTS = ("parameters", "gradients", "optimizer state", "DDP buckets")
 
 # What is asked through the pipe ASK: how many collectives there were, or what they were.
 ASK_COUNT = b"c"

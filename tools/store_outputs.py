@@ -27,9 +27,10 @@ def main() -> None:
 
 def chosen() -> list[Path]:
     parser = argparse.ArgumentParser(description="Run notebooks and store their outputs in place.")
-    parser.add_argument("notebooks", nargs="*", type=Path, help="default: every notebooks/*.ipynb")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="default: every notebook and solution")
     given = parser.parse_args().notebooks
-    return [path.resolve() for path in given] or sorted((ROOT / "notebooks").glob("*.ipynb"))
+    every = [path for folder in ("notebooks", "solutions") for path in sorted((ROOT / folder).glob("*.ipynb"))]
+    return [path.resolve() for path in given] or every
 
 
 def store(path: Path) -> bool:
