@@ -45,6 +45,11 @@ class Result:
         return self.outcome.cures
 
     @property
+    def apart_by_step(self) -> list[float]:
+        """How far the ranks' parameters were apart after each step that all of them applied, also in a job that failed."""
+        return [round(apart, 6) for apart in steps.apart_by_step(self.run)]
+
+    @property
     def cells(self) -> tuple[str, ...]:
         """What stands in its row of the table, the same in every run."""
         found = self.outcome

@@ -1,0 +1,133 @@
+"""The bench without its buttons: what it edits, runs and compares, and what it says to what it cannot do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import wait_for
+
+import ddpkit
+from ddpkit.benchview import diff
+from ddpkit.errors import LaunchError
+from ddpkit.lab import BadLab, NoSuchLab, labs, parse
+from ddpkit.lab import lab as find_lab
+
+NAME = "unused_parameters"
+PROGRAM = find_lab(NAME).program
+
+
+def lab_text(**changes: str) -> str:
+    keys = {"title": '"T"', "expect": '"fails"', "plain": '"cure"', **changes}
+    head = "\n".join(f"{key} = {value}" for key, value in keys.items())
+    return f'{head}\n[[remedies]]\nname = "cure"\ntitle = "C"\nkind = "cure"\nwhy = "W"\nedits = [["a = 1", "a = 2"]]\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("title = ", "it is no TOML"),
+        (lab_text(expect='"breaks"'), "key `expect` is 'breaks'; use fails, hangs, silent"),
+        (lab_text(plain='"other"'), "key `plain` is 'other', which is none of its remedies"),
+        (lab_text(culprits="1"), "key `culprits` of the lab is not known; use culprit"),
+        (lab_text(reference='[["b = 1", ""]]'), "the reference: an edit does not fit: is not in the script: b = 1"),
+        (lab_text().replace('"a = 1", ', ""), "the edits of remedy 'cure' must be pairs of texts"),
+        (lab_text().replace("a = 1", "a"), "remedy 'cure': an edit does not fit: is in the script 2 times: a"),
+        (lab_text().replace('kind = "cure"', 'kind = "decoy"'), "remedy 'cure' must say how it `ends` if"),
+        (lab_text().replace('title = "C"', ""), "remedy 'cure' has no `title`"),
+    ],
+)
+def test_a_lab_that_cannot_be_read_is_told_in_one_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(BadLab) as told:
+        parse("torn", text, "a = 1\nprint(a)\n".replace("print(a)", "print('a')"))
+    assert sentence in str(told.value) and str(told.value).startswith("catalog/torn/lab.toml: ")
+
+
+def test_every_lab_says_where_its_remedies_come_from() -> None:
+    for lab in labs():
+        assert len(lab.remedies) >= 2, lab.name
+        for remedy in lab.remedies:
+            assert len(remedy.title) <= 64 and remedy.title[-1] not in ".!", f"{lab.name}: {remedy.title}"
+            assert remedy.edits or remedy.env, f"{lab.name}.{remedy.name} changes nothing"
+
+
+def test_the_diff_is_numbered_escaped_and_folded() -> None:
+    before = "\n".join(f"line {i}" for i in range(1, 30))
+    shown = diff(before, before.replace("line 20\n", "a < b\nc\n"))
+    assert '<tr class="old"><td class="n">20</td><td class="n">−</td><td>line 20</td>' in shown
+    assert '<tr class="new"><td class="n">21</td><td class="n">+</td><td>c</td>' in shown
+    assert "a &lt; b" in shown and "<summary>16 lines</summary>" in shown
+    assert '<td class="n">22</td><td class="n"> </td><td>line 21</td>' in shown
+
+
+def test_what_the_bench_does_not_have_is_told_with_what_is_near() -> None:
+    with pytest.raises(NoSuchLab, match=r"no lab 'unused_parameter'\. Did you mean unused_parameters"):
+        ddpkit.FixBench("unused_parameter")
+    with pytest.raises(LaunchError, match="int is neither the name of a lab nor a run"):
+        ddpkit.FixBench(3)  # type: ignore[arg-type]
+    bench = ddpkit.FixBench(NAME)
+    with pytest.raises(LaunchError, match="there is no remedy 'frieze'; did you mean 'freeze'"):
+        bench.run("frieze")
+    with pytest.raises(LaunchError, match="predict='yes' is not known; use 'cures' or 'does not'"):
+        bench.run("freeze", predict="yes")
+    with pytest.raises(LaunchError, match="names of remedies or edit="):
+        bench.run("freeze", edit="print()")
+    with pytest.raises(LaunchError, match="nothing to compare yet"):
+        bench.compare()
+    assert bench.results == ()
+
+
+@pytest.mark.job
+def test_a_readers_own_run_is_edited_with_its_edits_in_it(script: Callable[..., str]) -> None:
+    own = PROGRAM.replace("nn.Linear(32, 1)", "nn.Linear(32, 1, bias=False)")
+    bench = ddpkit.FixBench(ddpkit.launch(script(own), show=False, timeout=60))
+    assert bench.lab.name == NAME and "bias=False" in bench.script
+    assert bench.run("freeze").cures
+    other = own.replace("DDP(Net().to(here.device))", "DDP( Net().to(here.device) )")
+    bench = ddpkit.FixBench(ddpkit.launch(script(other), show=False, timeout=60))
+    assert not bench.fits("freeze") and bench.fits("barrier")
+    with pytest.raises(LaunchError, match="an edit does not fit: is not in the script: ddp = DDP"):
+        bench.run("freeze")
+    mended = other.replace("x = self.body(x).relu()", "x = self.middle(self.body(x).relu())")
+    result = bench.run(edit=mended, predict="cures")
+    # Its plain run cannot be made of this script, so there is no one process to compare with.
+    assert result.cells[:3] == ("your own edit", "cures", "cures") and result.cells[4] == "not compared"
+
+
+@pytest.mark.job
+def test_a_run_that_passed_needs_a_lab_to_be_named(script: Callable[..., str]) -> None:
+    passed = ddpkit.launch(script("print('fine')"), show=False, timeout=60)
+    with pytest.raises(LaunchError, match="train has no diagnosis to choose a lab by; name one: lab="):
+        ddpkit.FixBench(passed)
+
+
+@pytest.mark.job
+def test_results_hold_nothing_that_varies(home: Path) -> None:
+    first, second = ddpkit.FixBench(NAME), ddpkit.FixBench(NAME)
+    for bench in (first, second):
+        bench.run(predict="does not")
+        bench.run("freeze", "barrier")
+        bench.run("catch")
+    assert repr(first.results) == repr(second.results)
+    assert first.results._repr_html_() == second.results._repr_html_()
+    assert [r.cures for r in first.results] == [False, True, False]
+    assert first.results[1].tried == "Freeze the layer before the wrap + A barrier in every step"
+    assert 0.01 < first.results[0].apart_by_step[0] < 1
+    figure = first.compare()
+    assert figure.png()[:4] == b"\x89PNG" and "Catch the error" in figure.alt
+
+
+@pytest.mark.job
+def test_a_run_on_the_bench_can_be_stopped_and_no_second_one_starts(home: Path) -> None:
+    bench = ddpkit.FixBench(NAME, timeout=120, stall=100)
+    endless = "import time\nprint('here', flush=True)\ntime.sleep(1000)\n"
+    thread = threading.Thread(target=bench.run, kwargs={"edit": endless})
+    thread.start()
+    wait_for(lambda: bench._live is not None and len(bench._live.ranks) == 2, 60)
+    with pytest.raises(LaunchError, match="a run goes on; wait for it, or stop it"):
+        bench.run()
+    bench.stop()
+    thread.join(60)
+    assert not thread.is_alive() and bench.results[0].outcome.ends == "stopped"
