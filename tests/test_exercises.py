@@ -34,7 +34,9 @@ def mine(home: Path) -> None:
 
 
 def wrong_evidence() -> list[tuple[Task, str, dict[str, Any]]]:
-    found = tomllib.loads((WRONG / "evidence.toml").read_text())
+    found = {
+        name: table for path in sorted(WRONG.glob("*.toml")) for name, table in tomllib.loads(path.read_text()).items()
+    }
     return [(t, f"{t.name}-{i}", answer) for t in EVIDENCE for i, answer in enumerate(found[t.name]["answers"])]
 
 
