@@ -1,9 +1,10 @@
-"""Draws the results of a bench: what each remedy passed, and its step's time against the plain run's."""
+"""Draws the results of a bench: what each remedy passed, its step's time against the plain run's, and how replicas drift."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from . import steps
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 ASKED = ("ends well", "replicas equal", "as one process")
 # Okabe and Ito's colours; the sign and the hatching say the same without them.
 YES, NO, NONE = ("#009e73", "✓"), ("#d55e00", "✗"), ("#d9d9d9", "–")
+LINES = (("#d55e00", "o"), ("#0072b2", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#e69f00", "v"), ("#000000", "x"))
 WIDTH, ROW, MARGIN, NAME_LETTERS = 8.0, 0.42, 1.0, 34
 
 
@@ -71,6 +73,26 @@ def _draw_time(times: Any, y: int, result: Result) -> None:
 def _highest(result: Result) -> float:
     found = result.outcome
     return found.step.high / found.plain_step.median if found.step and found.plain_step else 0.0
+
+
+def draw_drift(title: str, apart: Mapping[str, Sequence[float]]) -> Timeline:
+    """The distance between the ranks' parameters after each step, by what was tried."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, 3.2), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    # Lines that lie on each other at nothing are told apart by their marks.
+    for (tried, distances), (colour, mark) in zip(apart.items(), cycle(LINES)):
+        axes.plot(range(len(distances)), distances, color=colour, marker=mark, markersize=5, linewidth=1.4, label=tried)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel("parameters of the ranks apart", fontsize=8)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    said = (f"{tried}: {distances[-1]:.2g} after {len(distances)} steps" for tried, distances in apart.items())
+    return Timeline(figure, f"{title}. How far the ranks' parameters are apart. {'; '.join(said)}.")
 
 
 def answers(result: Result) -> tuple[bool | None, ...]:

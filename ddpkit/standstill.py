@@ -152,7 +152,7 @@ def find(ranks: Sequence[Rank], live: bool = False, at_ns: int | None = None) ->
         return None
     stopped = [s for s in at.values() if s.kind == "stopped"]
     if stopped:
-        return _blamed(stopped, f"{stopped[0].words}", at, "stopped_process")
+        return _blamed(stopped, at, "stopped_process")
     if named := _named_by_a_barrier(ranks):
         first = at[named[0]]
         does = "" if first.kind == "unknown" else f"; {_does(first, named)}"
@@ -354,16 +354,16 @@ def _nobody_waits(at: Mapping[int, Standing]) -> Finding:
         who = "Every rank" if len(alive) > 1 else f"Rank {first.rank.rank}"
         return Finding(tuple(sorted(alive)), f"{who} {first.words}.{_worker(first)}", kind)
     if loading and len(loading) < len(at):
-        return _blamed(loading, loading[0].words, at, kind)
+        return _blamed(loading, at, kind)
     said = "; ".join(f"rank {n} {s.words}" for n, s in sorted(alive.items()))
     return Finding((), f"No rank waits for another: {said}.", kind)
 
 
-def _blamed(blamed: Sequence[Standing], words: str, at: Mapping[int, Standing], kind: str) -> Finding:
-    ranks = tuple(s.rank.rank for s in blamed)
+def _blamed(blamed: Sequence[Standing], at: Mapping[int, Standing], kind: str) -> Finding:
+    by_rank = {s.rank.rank: s for s in blamed}
     waiting = {n: s for n, s in at.items() if s.kind == "waiting"}
-    others = f" {_who_waits(waiting)}" if waiting else ""
-    return Finding(ranks, f"{ranks_said(ranks)} {words}.{others}{_worker(blamed[0])}", kind)
+    others = f" {_each(waiting)}" if waiting else ""
+    return Finding(tuple(by_rank), f"{_each(by_rank)}{others}{_worker(blamed[0])}", kind)
 
 
 def _worker(standing: Standing) -> str:
@@ -380,16 +380,16 @@ def _worker(standing: Standing) -> str:
 def _who_waits_there(waiting: Mapping[int, Standing]) -> str:
     """`Rank 0 waits there.`, or who waits where, if not all wait in the same collective."""
     if len({s.collective.name if s.collective else "" for s in waiting.values()}) > 1:
-        return _who_waits(waiting)
+        return _each(waiting)
     who = ranks_said(sorted(waiting))
     if any(s.rank.failure for s in waiting.values()):
         return f"{who} waited there in vain."
     return f"{who} {_verb(waiting, 'waits', 'wait')} there."
 
 
-def _who_waits(waiting: Mapping[int, Standing]) -> str:
+def _each(standing: Mapping[int, Standing]) -> str:
     """`Rank 0 waits in all_reduce #9; rank 2 waits at line 12: dist.recv(x).`"""
-    said = "; ".join(f"rank {n} {s.words}" for n, s in sorted(waiting.items()))
+    said = "; ".join(f"rank {n} {s.words}" for n, s in sorted(standing.items()))
     return f"{said[:1].upper()}{said[1:]}."
 
 

@@ -1,0 +1,49 @@
+"""What the notebooks hold: the programs of their labs word for word, outputs that show no widget state, a bearable size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from ddpkit.lab import lab
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted([*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "solutions").glob("*.ipynb")])
+MOST_BYTES = 200_000
+IN_COURSE = ("02", "03", "05", "06", "07")
+
+
+def shown(path: Path) -> str:
+    return f"{path.parent.name}-{path.stem}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=shown)
+def test_a_notebook_is_small_and_stored(path: Path) -> None:
+    assert path.stat().st_size <= MOST_BYTES, f"{path.stat().st_size} bytes"
+    cells = nbformat.read(path, as_version=4).cells
+    code = [c for c in cells if c.cell_type == "code"]
+    assert code and all(c.execution_count for c in code), "run `make notebooks`: a cell has no stored outputs"
+    assert not any("widget-view" in key for c in code for o in c.outputs for key in o.get("data", {}))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=shown)
+def test_a_cell_that_shows_a_lab_is_its_program(path: Path) -> None:
+    cells = [c for c in nbformat.read(path, as_version=4).cells if "lab" in c.metadata]
+    if path.parent.name == "notebooks" and path.name[:2] in IN_COURSE:
+        assert cells, "none of its cells is named as a lab's program"
+    for cell in cells:
+        magic, _, program = cell.source.partition("\n")
+        assert magic.startswith("%%torchrun ")
+        assert program.strip() == lab(cell.metadata["lab"]).program.strip(), cell.metadata["lab"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=shown)
+def test_every_claim_has_its_cell(path: Path) -> None:
+    """Long runs of prose without a cell between them are where claims go unshown."""
+    run, longest = 0, 0
+    for cell in nbformat.read(path, as_version=4).cells:
+        run = run + len(cell.source.split()) if cell.cell_type == "markdown" else 0
+        longest = max(longest, run)
+    assert longest <= 260, f"{longest} words without a cell"
