@@ -78,6 +78,7 @@ def _highest(result: Result) -> float:
 def draw_drift(title: str, apart: Mapping[str, Sequence[float]]) -> Timeline:
     """The distance between the ranks' parameters after each step, by what was tried."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(WIDTH, 3.2), dpi=100, layout="constrained")
     axes = figure.subplots()
@@ -87,7 +88,7 @@ def draw_drift(title: str, apart: Mapping[str, Sequence[float]]) -> Timeline:
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel("parameters of the ranks apart", fontsize=8)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)

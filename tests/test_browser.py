@@ -21,10 +21,12 @@ from conftest import free_port, left_after
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 from ddpkit import wire
+from ddpkit.lab import lab as find_lab
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[1]
+COURSE = [p for p in sorted((ROOT / "notebooks").glob("*.ipynb")) if p.name[:2] in ("02", "03", "05", "06", "07")]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = "--no-sandbox --disable-gpu --disable-quic --disable-background-networking --disable-component-update --disable-sync"
 PATIENCE_MS = 120_000
@@ -99,6 +101,10 @@ class Lab:
         notices = folder / ".jupyter/JUPYTER_CONFIG_DIR/lab/user-settings/@jupyterlab/apputils-extension"
         notices.mkdir(parents=True)
         (notices / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
+        # Every cell of a notebook is there, also those far below.
+        tracker = notices.parent / "notebook-extension"
+        tracker.mkdir()
+        (tracker / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')
         own = {
             name: str(folder / ".jupyter" / name)
             for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
@@ -368,9 +374,46 @@ def test_on_the_bench_a_decoy_fails_and_a_cure_passes(lab: Lab, page: Any, shots
     page.screenshot(path=shots / "bench-compared.png")
 
 
+@pytest.mark.parametrize("path", COURSE, ids=lambda p: p.stem)
+def test_a_learner_meets_a_decoy_and_a_cure(lab: Lab, page: Any, shots: Path, path: Path) -> None:
+    """A notebook's own bench, by hand: its broken program as it is, a remedy that does not hold, and one that does."""
+    shutil.copy(path, lab.folder / path.name)
+    lab.open(page, path.name)
+    cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    sources = ["".join(c["source"]) for c in cells]
+    made = next(i for i, text in enumerate(sources) if "FixBench(" in text)
+    shown = next(i for i, text in enumerate(sources) if text.strip() == "bench")
+    reproduced = next(i for i, c in enumerate(cells) if "lab" in c["metadata"])
+    revealed = [i for i, text in enumerate(sources) if ".reveal()" in text and i < made]
+    name = cells[reproduced]["metadata"]["lab"]
+    for cell in dict.fromkeys([0, reproduced, *revealed, made, shown]):
+        run_cell(page, cell)
+    bench = page.locator(".ddpkit-bench")
+    bench.scroll_into_view_if_needed(timeout=PATIENCE_MS)
+    rows = bench.locator(".bench-results > table > tbody > tr")
+    already = rows.count()
+    remedies = find_lab(name).remedies
+    chosen = [None, next(r for r in remedies if r.kind == "decoy"), next(r for r in remedies if r.kind == "cure")]
+    for i, (before, remedy) in enumerate(zip([None, *chosen], chosen, strict=False), 1):
+        for one in (before, remedy):
+            if one is not None:
+                choose(bench, one.title)
+        bench.get_by_role("button", name="it does not").click()
+        bench.get_by_role("button", name="Run").click()
+        # A row for the run, and one below it with its evidence.
+        rows.nth(already + 2 * i - 1).wait_for(timeout=PATIENCE_MS)
+        bench.get_by_role("button", name="Run").scroll_into_view_if_needed()
+        page.screenshot(path=shots / f"{path.stem}-{i}-{remedy.name if remedy else 'as_it_is'}.png")
+    verdicts = [rows.nth(already + 2 * i).inner_text() for i in range(3)]
+    assert "✗" in verdicts[0] and "✗" in verdicts[1] and "✓ cures" in verdicts[2], verdicts
+    assert all(r.title in verdict for r, verdict in zip(chosen, verdicts, strict=True) if r)
+    rows.nth(already).scroll_into_view_if_needed()
+    page.screenshot(path=shots / f"{path.stem}-results.png")
+
+
 def choose(bench: Any, title: str) -> None:
     """Tick the box of a remedy."""
-    bench.get_by_label(title).click()
+    bench.get_by_label(title, exact=True).click()
 
 
 def shoot_bench(page: Any, bench: Any, shots: Path, name: str) -> None:
