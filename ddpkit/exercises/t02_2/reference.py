@@ -10,7 +10,9 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
 inputs, targets = torch.randn(5, 12, 10), torch.randn(5, 12, 2)
 for step in range(5):
     h = body(inputs[step]).relu()
-    loss = nn.functional.mse_loss(price(h), targets[step][:, :1]) + nn.functional.mse_loss(demand(h), targets[step][:, 1:])
+    loss = nn.functional.mse_loss(price(h), targets[step][:, :1]) + nn.functional.mse_loss(
+        demand(h), targets[step][:, 1:]
+    )
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
