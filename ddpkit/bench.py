@@ -28,11 +28,13 @@ PREDICTIONS = ("cures", "does not")
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """One run on the bench. `predicted` is what the reader said before it: "cures", "does not", or "" for nothing."""
+    """One run on the bench. `predicted` is what the reader said before it: "cures", "does not", or "" for nothing; `why`
+    says of each remedy in it why it does what it does."""
 
     tried: str
     predicted: str
     outcome: Outcome
+    why: str = ""
 
     @property
     def run(self) -> Run:
@@ -178,7 +180,7 @@ class FixBench:
             run = self._live.stop()
         outcome = self._trials.outcome(run, all(r.keeps for r in remedies))
         tried = OWN if own else " + ".join(r.title for r in remedies) or NOTHING
-        return Result(tried, predict, outcome)
+        return Result(tried, predict, outcome, " ".join(r.why for r in remedies))
 
     def stop(self) -> None:
         """End the run that goes on, if one does."""

@@ -153,7 +153,8 @@ def _row(result: Result) -> str:
     cells = (tried, said, f"{mark} {verdict}", replicas, off, escape(result.outcome.step_words), codes)
     peaks = [f"rank {r.rank} {r.peak_rss_mib:.0f} MiB" for r in result.run.ranks if r.peak_rss_mib]
     more = f"<div>peak memory: {', '.join(peaks)}</div>" if peaks else ""
-    evidence = f"<details><summary>evidence</summary>{as_html(result.run)}{more}</details>"
+    why = f"<div>{escape(result.why)}</div>" if result.why else ""
+    evidence = f"{why}<details><summary>evidence</summary>{as_html(result.run)}{more}</details>"
     return (
         f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr><tr><td colspan='{len(cells)}'>{evidence}</td></tr>"
     )
