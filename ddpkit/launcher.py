@@ -56,7 +56,7 @@ def launch(
         env: environment variables to add; None as a value takes one away.
         timeout: seconds after which the job is ended, with every rank's stack in the run; None lets it run.
         stall: seconds without output or report after which the ranks' stacks are gathered and shown.
-        stop_on_stall: end the job at the first stall (state "hung").
+        stop_on_stall: end the job at the first stall (state "hung"); a rank that computes is waited for five times as long.
         warm: fork the job from a process that has torch imported already; False starts every process anew. `run.warm` tells.
         wait: False returns at once with a live `Run` (`.wait()`, `.stop()`).
         check: raise `JobFailed` unless the job passes.

@@ -19,12 +19,16 @@ from .process import Job
 from .records import Rank, read_attempts
 from .run import Run
 from .sink import Line, Now, RankNow, Sink
-from .standstill import Finding, find
+from .standstill import BUSY_FROM, Finding, find
 from .tail import Tails
 
 PAUSE_S = 0.004
 IDLE_S = 0.25
 STATE_EVERY_S = 0.25
+# A job that is to be ended at a stall is given so many times as long while the rank that holds it up computes.
+BUSY_PATIENCE = 5
+# What was found longer ago than this is looked at once more before the job is ended.
+FRESH_S = 1.0
 FULL_DISK_BYTES = 512 * 1024
 
 
@@ -170,7 +174,9 @@ class Watcher:
         elif limits.stall_s is not None and silent_s > limits.stall_s:
             if self._finding is None:
                 self._finding = self._look(ranks, "stall")
-            if limits.stop_on_stall:
+            if limits.stop_on_stall and not self._may_still_come(ranks, silent_s):
+                if silent_s > limits.stall_s + FRESH_S:
+                    self._finding = self._look(ranks, "stall")
                 self.job.stop("stall")
         elif self._finding is not None:
             self._finding = None
@@ -179,6 +185,14 @@ class Watcher:
             # The keeper of a rank that failed holds its end back, so that those it may have waited for still live.
             self._looked_at_failure_of = attempt
             self._look(ranks, "failure")
+
+    def _may_still_come(self, ranks: Sequence[Rank], silent_s: float) -> bool:
+        """Whether whoever holds the job up computes, as a rank does that imports torch on a busy machine."""
+        found, stall_s = self._finding, self.limits.stall_s or 0
+        if found is None or silent_s > BUSY_PATIENCE * stall_s or not (found.ranks or found.kind == "busy"):
+            return False
+        held_by = [rank for rank in ranks if rank.rank in found.ranks or not found.ranks]
+        return any(rank.exitcode is None and self._progress.busy(rank) >= BUSY_FROM for rank in held_by)
 
     def _look(self, ranks: Sequence[Rank], why: str) -> Finding:
         silent_s = {rank.rank: self._progress.silent_s(rank) for rank in ranks}
