@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -33,6 +34,7 @@ def main() -> None:
         print(f"ddpkit{extras} and what it needs (the first time: minutes)", flush=True)
         if pip("-c", str(constraints), "-e", f"{ROOT}{extras}") != 0:
             sys.exit("tools/install.py: pip could not install the project; its own words are above.")
+    hide_nbgrader(Path(sys.prefix) / "etc" / "jupyter")
     print(f"installed: {size_mb(Path(sys.prefix)):,.0f} MB in {sys.prefix}, {time.monotonic() - began_s:.0f} s")
 
 
@@ -106,6 +108,20 @@ def installed_torch() -> str | None:
         return importlib.metadata.version("torch").partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def hide_nbgrader(settings: Path) -> None:
+    """Keep nbgrader's menus and servers out of this environment's JupyterLab; it is here to make the exercises."""
+    servers = ("formgrader", "validate_assignment", "assignment_list", "course_list")
+    off = {f"nbgrader.server_extensions.{name}": False for name in servers}
+    for place, found in (
+        ("labconfig/page_config.json", {"disabledExtensions": {"@jupyter/nbgrader": True}}),
+        # Read after nbgrader's own file, by the order of their names.
+        ("jupyter_server_config.d/zz_no_nbgrader.json", {"ServerApp": {"jpserver_extensions": off}}),
+    ):
+        path = settings / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 def pip(*arguments: str, quiet: bool = False) -> int:
