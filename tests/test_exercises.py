@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,27 @@ def test_what_is_handed_out_does_not_pass(path: Path, home: Path) -> None:
     for cell in checks:
         errors = [o for o in cell.outputs if o.output_type == "error"]
         assert errors and errors[0].ename in ("NotYet", "NameError"), f"{cell.source} passes as it is handed out"
+
+
+def solution(one: Task) -> str:
+    """The cell of the solutions that answers this exercise: the one before its check."""
+    path = next((ROOT / "solutions").glob(f"{one.name[:2]}_*.ipynb"))
+    cells = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    return cells[next(i for i, text in enumerate(cells) if f'ddpkit.check("{one.name}"' in text) - 1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("one", [t for t in TASKS if t.answer != "evidence"], ids=lambda t: t.name)
+def test_a_solution_holds_on_three_ranks(one: Task, script: Callable[[str], str]) -> None:
+    text = solution(one)
+    if one.answer == "run":
+        path = script(text.partition("\n")[2])
+        answer: Any = ddpkit.launch(path, nproc=3, show=False, stall=one.stall, stop_on_stall=True, timeout=60)
+    else:
+        space: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(text, one.name, "exec"), space)
+        answer = next(value for value in reversed(space.values()) if callable(value))
+    assert ddpkit.check(one.name, answer, nproc=3).name == one.name
 
 
 def test_the_exercises_are_what_the_solutions_give() -> None:
