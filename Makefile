@@ -13,6 +13,8 @@ SOURCES   := pyproject.toml constraints.txt tools/install.py
 
 # In a terminal of JupyterLab, in `!torchrun` and in the tests, the tools of this environment come first.
 INSIDE := PATH="$(abspath $(BIN)):$$PATH"
+# Jobs that mostly wait, side by side; what belongs together stays in one process.
+ABREAST := -n 3 --dist loadgroup
 VERSION := import sys; print(sys.version_info[:2])
 
 .DEFAULT_GOAL := help
@@ -41,10 +43,11 @@ units: $(INSTALLED)
 	$(INSIDE) $(BIN)/pytest -q -m "not job and not browser and not soak"
 
 jobs: $(INSTALLED)
-	$(INSIDE) $(BIN)/pytest
+	$(INSIDE) $(BIN)/pytest --ignore tests/test_labs.py --ignore tests/test_exercises.py
+	$(INSIDE) $(BIN)/pytest $(ABREAST) tests/test_labs.py tests/test_exercises.py
 
 nbval: $(INSTALLED)
-	$(INSIDE) $(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout 300 --timeout 330 notebooks solutions
+	$(INSIDE) $(BIN)/pytest -n 3 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 300 --timeout 330 notebooks solutions
 
 soak: $(INSTALLED) ## hundreds of launches, every fault at random moments
 	$(INSIDE) $(BIN)/pytest -m soak

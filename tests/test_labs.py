@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from conftest import left_after
 
 import ddpkit
 from ddpkit import lab as labs
@@ -13,18 +16,37 @@ from ddpkit.lab import Lab, Remedy
 from ddpkit.trial import Trials
 
 ALL = labs.labs()
-REMEDIES = [(lab, remedy) for lab in ALL for remedy in lab.remedies]
 
 pytestmark = pytest.mark.job
 
 _trials: dict[str, Trials] = {}
 
 
+def every_lab() -> list[Any]:
+    """Each lab; the tests of one stay in one process, which makes its plain run and its one process once."""
+    return [pytest.param(lab, id=lab.name, marks=pytest.mark.xdist_group(lab.name)) for lab in ALL]
+
+
+def every_remedy(*kinds: str) -> list[Any]:
+    return [
+        pytest.param(lab, remedy, id=f"{lab.name}-{remedy.name}", marks=pytest.mark.xdist_group(lab.name))
+        for lab in ALL
+        for remedy in lab.remedies
+        if remedy.kind in kinds
+    ]
+
+
 @pytest.fixture(autouse=True)
-def settled(home: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One home for all: the plain run and the one process of a lab are made once."""
+def shared_home(
+    home: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """One home for all, whose runs stay: the plain run and the one process of a lab are made once."""
+    shared = tmp_path_factory.getbasetemp() / "labs"
     monkeypatch.setenv(wire.ENV_KEEP_RUNS, "2000")
-    monkeypatch.setenv(wire.ENV_HOME, str(tmp_path_factory.getbasetemp() / "labs"))
+    monkeypatch.setenv(wire.ENV_HOME, str(shared))
+    yield
+    left = left_after(shared, 5)
+    assert not left, f"processes left behind: {left}"
 
 
 def trials(lab: Lab) -> Trials:
@@ -33,7 +55,7 @@ def trials(lab: Lab) -> Trials:
     return _trials.setdefault(lab.name, Trials(lab, lab.program))
 
 
-@pytest.mark.parametrize("lab", ALL, ids=lambda lab: lab.name)
+@pytest.mark.parametrize("lab", every_lab())
 def test_what_is_broken_ends_as_said(lab: Lab) -> None:
     run = trials(lab).run()
     outcome = trials(lab).outcome(run)
@@ -44,7 +66,7 @@ def test_what_is_broken_ends_as_said(lab: Lab) -> None:
     assert str(ddpkit.Run.from_folder(run.folder)) == str(run)
 
 
-@pytest.mark.parametrize(("lab", "remedy"), REMEDIES, ids=lambda x: x.name)
+@pytest.mark.parametrize(("lab", "remedy"), every_remedy("cure", "costly", "decoy"))
 def test_what_is_said_of_a_remedy_is_true(lab: Lab, remedy: Remedy) -> None:
     run = trials(lab).run([remedy])
     outcome = trials(lab).outcome(run, remedy.keeps)
@@ -52,10 +74,19 @@ def test_what_is_said_of_a_remedy_is_true(lab: Lab, remedy: Remedy) -> None:
     assert outcome.comparable == (remedy.keeps and run.ok)
 
 
-@pytest.mark.parametrize(
-    ("lab", "remedy"), [(lab, r) for lab, r in REMEDIES if r.kind != "decoy"], ids=lambda x: x.name
-)
+@pytest.mark.parametrize("lab", every_lab())
+def test_the_plain_remedy_covers_nothing_up(lab: Lab) -> None:
+    covers_nothing_up(lab, lab.remedy(lab.plain))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("lab", "remedy"), every_remedy("cure", "costly"))
 def test_a_remedy_that_cures_covers_nothing_up(lab: Lab, remedy: Remedy) -> None:
+    covers_nothing_up(lab, remedy)
+
+
+def covers_nothing_up(lab: Lab, remedy: Remedy) -> None:
+    """With the remedy in place, a fault in rank 1 ends the job, with rank 1 named."""
     run = trials(lab).run([remedy], env={wire.ENV_FAULT: "1:1"})
     assert run.state == "failed" and run.culprit == 1, f"{run}"
     assert run.ranks[1].failure is not None and "a fault was asked for" in run.ranks[1].failure.message

@@ -1,0 +1,10 @@
+from torch import nn
+
+from ddpkit.rank import memory_budget
+
+
+def answer(ddp, optimizer, x, y):
+    memory_budget(None)
+    optimizer.zero_grad()
+    nn.functional.mse_loss(ddp(x), y).backward()
+    optimizer.step()
