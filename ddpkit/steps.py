@@ -112,12 +112,12 @@ def off_one_process(run: Run, reference: Run) -> float | None:
     common = [name for name in found if name in expected and found[name].size == expected[name].size]
     if not common or len(common) < min(len(found), len(expected)):
         return None
-    off = max(_relative(found[name], expected[name]) for name in common)
+    off = max(_scaled(found[name], expected[name]) for name in common)
     first = mine[0]
     if first.sharded or first.steps != theirs[0].steps or not len(first.gradients) or not len(theirs[0].gradients):
         return off
     got, wanted = first.by_name(first.gradients[-1]), theirs[0].by_name(theirs[0].gradients[-1])
-    return max(off, *(_relative(got[name], wanted[name]) for name in common))
+    return max(off, *(_scaled(got[name], wanted[name]) for name in common))
 
 
 @dataclass(frozen=True)
@@ -167,17 +167,17 @@ def _assembled(ranks: Sequence[Recorded]) -> dict[str, NDArray[np.float32]]:
 def _apart(rows: Sequence[NDArray[np.float32]]) -> float:
     """The largest difference between any two of the rows, in units of the largest value where that is above 1."""
     together = np.stack(rows)
-    return _scaled(float(np.max(np.ptp(together, axis=0), initial=0.0)), together)
+    return _scaled(np.min(together, axis=0), np.max(together, axis=0))
 
 
-def _relative(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    return _scaled(float(np.max(np.abs(found - expected), initial=0.0)), expected)
-
-
-def _scaled(difference: float, values: NDArray[np.float32]) -> float:
-    """`difference`, in units of the largest value where that is above 1. Anything that is no number is infinitely far off."""
-    largest = float(np.max(np.abs(values), initial=1.0))
-    return difference / max(1.0, largest) if np.isfinite(difference) and np.isfinite(largest) else float("inf")
+def _scaled(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    """The largest difference, in units of the largest value where that is above 1. An infinity equals itself; anything that
+    is no number is infinitely far off."""
+    with np.errstate(invalid="ignore"):
+        apart = np.where(one == other, np.float32(0), np.abs(one - other))
+    difference = float(np.max(apart, initial=0.0))
+    finite = np.abs(other[np.isfinite(other)])
+    return difference / max(1.0, float(np.max(finite, initial=0.0))) if np.isfinite(difference) else float("inf")
 
 
 def _read(folder: Path, rank: int) -> Recorded | None:

@@ -75,6 +75,8 @@ class Outcome:
             return " · ".join([self.ends, *who])
         if self.ends != "wrong":
             return self.ends
+        if float("inf") in (self.replicas_apart, self.off_one_process):
+            return "passes, and values are not finite"
         if self.replicas_apart is not None and not steps.equal(self.replicas_apart):
             return f"passes, and the replicas are {self.replicas_apart:.2g} apart"
         if self.off_one_process is not None and not steps.equal(self.off_one_process):
