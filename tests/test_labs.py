@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,14 @@ def covers_nothing_up(lab: Lab, remedy: Remedy) -> None:
     run = trials(lab).run([remedy], env={wire.ENV_FAULT: "1:1"})
     assert run.state == "failed" and run.culprit == 1, f"{run}"
     assert run.ranks[1].failure is not None and "a fault was asked for" in run.ranks[1].failure.message
+
+
+def test_the_coverage_page_names_labs_and_remedies_that_there_are() -> None:
+    known = {lab.name: {r.name for r in lab.remedies} for lab in ALL}
+    page = (Path(__file__).parents[1] / "docs" / "coverage.md").read_text()
+    named = [line for line in page.splitlines() if line.startswith("| ")]
+    for line in named:
+        for lab, remedy in re.findall(r"`([a-z_0-9]+)/([a-z_0-9]+)`", line):
+            assert remedy in known.get(lab, ()), f"{lab}/{remedy}"
+        for words in re.findall(r"\blabs? ((?:`[a-z_0-9]+`(?:, )?)+)", line):
+            assert not set(re.findall(r"`([a-z_0-9]+)`", words)) - set(known), words

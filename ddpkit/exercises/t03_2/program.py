@@ -1,0 +1,39 @@
+import os
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ddpkit.rank import setup
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(10, 16)
+        self.experts = nn.ModuleList(nn.Linear(16, 1) for _ in range(3))
+
+    def forward(self, x, kind):
+        h = self.body(x).relu()
+        out = h.new_zeros(len(x), 1)
+        for number, expert in enumerate(self.experts):
+            mine = kind == number
+            if mine.any():
+                out[mine] = expert(h[mine])
+        return out
+
+
+with setup() as here:
+    torch.manual_seed(int(os.environ.get("DDPKIT_SEED", "0")))
+    ddp = DDP(Experts().to(here.device))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    inputs, targets = torch.randn(6, 12, 10), torch.randn(6, 12, 1)
+    kinds = torch.arange(12).remainder(3).repeat(6, 1)
+    kinds[2] = kinds[2].sort().values  # this part of the data came sorted
+    for step in range(6):
+        batch = (t[step].chunk(here.world_size)[here.rank].to(here.device) for t in (inputs, targets, kinds))
+        x, y, kind = batch
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x, kind), y).backward()
+        optimizer.step()
+        print(f"step {step} done")

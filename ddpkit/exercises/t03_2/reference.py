@@ -1,0 +1,17 @@
+import os
+
+import torch
+from torch import nn
+
+torch.manual_seed(int(os.environ["DDPKIT_SEED"]))
+net = nn.ModuleDict({"body": nn.Linear(10, 16), "experts": nn.ModuleList(nn.Linear(16, 1) for _ in range(3))})
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+inputs, targets = torch.randn(6, 12, 10), torch.randn(6, 12, 1)
+kinds = torch.arange(12).remainder(3)
+for step in range(6):
+    kind = kinds.sort().values if step == 2 else kinds
+    h = net["body"](inputs[step]).relu()
+    said = torch.cat([expert(h) for expert in net["experts"]], dim=1).gather(1, kind[:, None])
+    optimizer.zero_grad()
+    nn.functional.mse_loss(said, targets[step]).backward()
+    optimizer.step()
