@@ -35,7 +35,32 @@ def draw(title: str, results: Sequence[Result]) -> Timeline:
             asked.text(x, y, sign, ha="center", va="center", color="white" if answer is not None else "black")
         ratio = result.outcome.step_ratio
         if ratio is None:
-            words = "did not finish" if not result.run.ok else "not measured"
+            times.text(0.02, y, "did not finish" if not result.run.ok else "not measured", va="center", fontsize=8)
+        else:
+            times.barh(
+                [y], [ratio], height=0.55, color="#56b4e9", hatch="" if result.cures else "///", edgecolor="white"
+            )
+            times.text(ratio, y, f" {ratio:.2f}×", va="center", fontsize=8)
+    asked.set_xticks(range(len(ASKED)), ASKED, fontsize=8)
+    asked.set_yticks(range(len(names)), names, fontsize=8)
+    asked.set_xlim(-0.6, len(ASKED) - 0.4)
+    asked.set_ylim(len(results) - 0.5, -0.5)
+    asked.xaxis.tick_top()
+    times.axvline(1.0, color="#555555", linewidth=1, linestyle=":")
+    times.set_xlabel("time of a step, against the plain run", fontsize=8)
+    times.set_xlim(0, max([1.0, *(_highest(r) for r in results)]) * 1.25)
+    times.tick_params(labelsize=8)
+    for axes in (asked, times):
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(length=0)
+    return Timeline(figure, f"{title}: " + "; ".join(f"{r.tried}: {r.outcome.words}" for r in results) + ".")
+
+
+def _draw_time(times: Any, y: int, result: Result) -> None:
+    """A bar as long as the ratio, with the middle half of the steps' times as a whisker."""
+    found = result.outcome
+    if found.step_ratio is None or not found.step or not found.plain_step:
+        words = "did not finish" if not result.run.ok else "not measured"
         times.text(0.02, y, words, va="center", fontsize=8, bbox={"color": "white", "pad": 1})
         return
     low, high = found.step.low / found.plain_step.median, _highest(result)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from . import steps, wire
+from .culprit import Culprit
 from .errors import LaunchError
 from .lab import Lab, Remedy, patched
 from .launcher import start
@@ -71,8 +72,7 @@ class Outcome:
     def words(self) -> str:
         """The verdict in a few words, the same in every run."""
         if self.ends in ("fails", "hangs"):
-            who = [words.partition(", line")[0] for words in self.run.headline.split(" · ")[2:3]]
-            return " · ".join([self.ends, *who])
+            return f"{self.ends}{_who(self.run)}"
         if self.ends != "wrong":
             return self.ends
         if float("inf") in (self.replicas_apart, self.off_one_process):
@@ -82,6 +82,20 @@ class Outcome:
         if self.off_one_process is not None and not steps.equal(self.off_one_process):
             return f"passes, and is {self.off_one_process:.2g} off what one process computes"
         return "passes, with nothing to compare"
+
+
+def _who(run: Run) -> str:
+    """` · rank 1: ValueError`: who is at fault, and the exception or signal it ended with by itself."""
+    if run.culprit is None:
+        return ""
+    named = [r for r in run.ranks if run.culprit == "every rank" or r.rank in (run.culprit, *_several(run.culprit))]
+    subject = "every rank" if run.culprit == "every rank" else "rank " + ", ".join(str(r.rank) for r in named)
+    ended = {r.failure.type if r.failure else r.signal for r in named if not r.told and (r.failure or r.signal)}
+    return f" · {subject}: {ended.pop()}" if len(ended) == 1 else f" · {subject}"
+
+
+def _several(culprit: Culprit) -> tuple[int, ...]:
+    return culprit if isinstance(culprit, tuple) else ()
 
 
 @dataclass

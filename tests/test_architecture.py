@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "exercise": {"launcher", "options", "folders", "run", "target", "errors", "wire"},
     "benchview": {"bench", "lab", "markup", "view", "errors"},
     "comparison": {"bench", "steps", "timeline"},
-    "trial": {"lab", "launcher", "options", "run", "sink", "steps", "target", "errors", "wire"},
+    "trial": {"culprit", "lab", "launcher", "options", "run", "sink", "steps", "target", "errors", "wire"},
     "lab": {"catalog", "errors"},
     "steps": {"run", "wire"},
     "magic": {"launcher", "options", "target", "errors"},
