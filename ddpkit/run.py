@@ -281,6 +281,16 @@ class Run:
 
         return draw(self)
 
+    def plot_memory(self) -> Timeline:
+        """A figure of each rank's memory: its peak, what filled it, and the budget, of a job that asked for one.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from .memoryplot import draw
+
+        return draw(self)
+
     def _repr_html_(self) -> str:
         """The same words as the text form."""
         from .markup import as_html

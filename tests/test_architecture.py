@@ -69,6 +69,7 @@ ALLOWED: dict[str, set[str]] = {
         "notebook",
         "markup",
         "process",
+        "memoryplot",
         "timeline",
         "evidence",
         "diagnosis",

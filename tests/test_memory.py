@@ -38,9 +38,9 @@ def record(folder: Path, rank: int, *lines: dict[str, Any], torn: str = "") -> N
     (wire.rank_folder(folder, 0, rank) / wire.MEMORY).write_text(text + torn)
 
 
-def line(what: str, budget: float | None, used: float, peak: float, **parts: float) -> dict[str, Any]:
+def line(what: str, budget: float | None, used: float, peak: float, step: int = 0, **parts: float) -> dict[str, Any]:
     known = dict.fromkeys(wire.MEMORY_PARTS, 0.0) | {name.replace("_", " "): size for name, size in parts.items()}
-    return {"what": what, "budget_mib": budget, "used_mib": used, "peak_mib": peak, "parts_mib": known}
+    return {"what": what, "step": step, "budget_mib": budget, "used_mib": used, "peak_mib": peak, "parts_mib": known}
 
 
 # A true limit.
@@ -328,11 +328,12 @@ def test_the_last_budget_counts_and_a_torn_line_does_not(tmp_path: Path) -> None
     for rank in range(3):
         write_rank(tmp_path, rank, exitcode=0)
     record(tmp_path, 0, line("budget", 10, 0, 0), line("step", 10, 5, 9), line("budget", 64, 5, 5), torn='{"what": "st')
-    steps = [line("step", 64, used, 50, parameters=8, optimizer_state=30) for used in (20, 30, 40)]
+    steps = [line("step", 64, 10 * step, 50, step, parameters=8, optimizer_state=30) for step in (2, 3, 4)]
     record(tmp_path, 1, line("budget", 64, 0, 0), *steps, line("end", 64, 41, 60, parameters=8, optimizer_state=30))
     first, second = memory(Run.from_folder(tmp_path))
     assert (first.budget_mib, first.peak_mib, first.used_mib) == (64, 5, ())
-    assert second.used_mib == (20, 30, 40) and second.rest_mib == 22 and second.filled_by == "optimizer state"
+    assert second.steps == (2, 3, 4) and second.used_mib == (20, 30, 40)
+    assert second.rest_mib == 22 and second.filled_by == "optimizer state"
     figure = memoryplot.draw(Run.from_folder(tmp_path))
     assert len(figure.figure.axes) == 2
     assert [label.get_text() for label in figure.figure.axes[0].get_yticklabels()] == ["rank 0", "rank 1"]
@@ -340,7 +341,7 @@ def test_the_last_budget_counts_and_a_torn_line_does_not(tmp_path: Path) -> None
 
 
 def test_more_parts_than_peak_leave_no_rest() -> None:
-    found = RankMemory(0, None, 10.0, {"parameters": 8.0, "gradients": 8.0}, (), False)
+    found = RankMemory(0, None, 10.0, {"parameters": 8.0, "gradients": 8.0}, (), (), False)
     assert found.rest_mib == 0.0 and found.filled_by == "parameters"
 
 

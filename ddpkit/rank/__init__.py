@@ -1,16 +1,25 @@
-"""What a training script may use inside a rank: `setup` and `report`. Everything else here works without being called."""
+"""What a training script may use inside a rank: `setup`, `report` and `memory_budget`. Everything else here works without
+being called."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .memory import Budget, is_out_of_memory, memory_budget
     from .process_group import Here, setup
     from .reports import report
 
-__all__ = ["Here", "report", "setup"]
+__all__ = ["Budget", "Here", "is_out_of_memory", "memory_budget", "report", "setup"]
 
-_HOMES = {"setup": "process_group", "Here": "process_group", "report": "reports"}
+_HOMES = {
+    "setup": "process_group",
+    "Here": "process_group",
+    "report": "reports",
+    "memory_budget": "memory",
+    "Budget": "memory",
+    "is_out_of_memory": "memory",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,31 @@
+import os
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ddpkit.rank import setup
+
+with setup(timeout_s=2) as here:
+    seed = int(os.environ.get("DDPKIT_SEED", "0"))
+    torch.manual_seed(seed)
+    ddp = DDP(nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1)).to(here.device))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    inputs, targets = torch.randn(8, 12, 10), torch.randn(8, 12, 1)
+    # Three readings of a sensor that was off.
+    inputs[3, seed % 12, 4] = torch.nan
+    inputs[5:7, (seed + 6) % 12, 4] = torch.nan
+    used = 0
+    for step in range(8):
+        x = inputs[step].chunk(here.world_size)[here.rank].to(here.device)
+        y = targets[step].chunk(here.world_size)[here.rank].to(here.device)
+        if x.isnan().any():
+            continue
+        try:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(ddp(x), y).backward()
+            optimizer.step()
+        except RuntimeError:
+            break
+        used += 1
+    print(f"steps used: {used}")

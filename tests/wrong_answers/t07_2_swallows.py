@@ -1,0 +1,36 @@
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ddpkit.rank import setup
+
+with setup() as here:
+    seed = int(os.environ.get("DDPKIT_SEED", "0"))
+    torch.manual_seed(seed)
+    ddp = DDP(nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1)).to(here.device))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    inputs, targets = torch.randn(8, 12, 10), torch.randn(8, 12, 1)
+    # Three readings of a sensor that was off.
+    inputs[3, seed % 12, 4] = torch.nan
+    inputs[5:7, (seed + 6) % 12, 4] = torch.nan
+    used = 0
+    for step in range(8):
+        x = inputs[step].chunk(here.world_size)[here.rank].to(here.device)
+        y = targets[step].chunk(here.world_size)[here.rank].to(here.device)
+        off = x.isnan().any().float()
+        dist.all_reduce(off, dist.ReduceOp.MAX)
+        if off.item():
+            continue
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), y).backward()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            print(f"step {step}: {error}, going on")
+        used += 1
+    everywhere = [None] * here.world_size
+    dist.all_gather_object(everywhere, used)
+    print(f"steps that each rank used: {everywhere}")
