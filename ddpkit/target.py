@@ -10,6 +10,7 @@ import linecache
 import os
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,7 +246,8 @@ def _reachable(function: Any, values: Sequence[Any]) -> dict[str, Any]:
             found.setdefault(item.__name__, item)
             todo += [*item.__bases__, *vars(item).values()]
         code = getattr(inspect.unwrap(item) if callable(item) else item, "__code__", None)
-        for name, value in _globals_used(item, code) if code else ():
+        # The class of functions has a `__code__` as well, which is no code.
+        for name, value in _globals_used(item, code) if isinstance(code, types.CodeType) else ():
             found.setdefault(name, value)
             if _is_notebooks(value):
                 todo.append(value)

@@ -34,6 +34,19 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
     return define
 
 
+def test_a_function_may_be_an_argument(home: Path, cell: Callable[[str], dict[str, Any]]) -> None:
+    names = cell(
+        """
+        def double(x):
+            return 2 * x
+        def train(what, x):
+            return what(x)
+        """
+    )
+    run = ddpkit.launch(names["train"], args=(names["double"], 21), show=False, timeout=60)
+    assert run.returned == {0: 42, 1: 42}
+
+
 def test_arguments_go_in_and_values_come_back_by_rank(home: Path, cell: Callable[[str], dict[str, Any]]) -> None:
     names = cell(
         """
