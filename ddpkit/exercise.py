@@ -70,10 +70,11 @@ class Task:
                 f"task {self.name}: it has no program of its own to run; its notebook says what to write."
             )
         show = options.pop("show", True)
+        env = {wire.ENV_SEED: str(seed()), **options.pop("env", {})}
         limits = {"nproc": self.nproc, "stall": self.stall, "timeout": self.timeout, "stop_on_stall": True}
         name = f"task_{self.name.replace('.', '_')}"
         asked: dict[str, Any] = {**limits, "reveal": False, "name": name, **options}
-        return start(of_text(self.program, name), checked_options(env={wire.ENV_SEED: str(seed())}, **asked), show=show)
+        return start(of_text(self.program, name), checked_options(env=env, **asked), show=show)
 
 
 def task(name: str) -> Task:

@@ -39,4 +39,4 @@ with setup() as here, tempfile.TemporaryDirectory() as own:
                 print(f"step {step}: held-out loss {score:.2f}")
                 evaluated.touch()
             while not evaluated.exists():
-                time.sleep(0.1)
+                time.sleep(0.01)
