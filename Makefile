@@ -15,10 +15,11 @@ SOURCES   := pyproject.toml constraints.txt tools/install.py
 INSIDE := PATH="$(abspath $(BIN)):$$PATH"
 # Jobs that mostly wait, side by side; what belongs together stays in one process.
 ABREAST := -n 3 --dist loadgroup
+MOSTLY_WAITING := tests/test_labs.py tests/test_exercises.py tests/test_matrix.py
 VERSION := import sys; print(sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab test check lint types units jobs nbval soak test-oldest notebooks exercises student constraints format clean
+.PHONY: help install lab test check lint types units jobs nbval labs soak test-oldest notebooks exercises student constraints format clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,20 +41,23 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 units: $(INSTALLED)
-	$(INSIDE) $(BIN)/pytest -q -m "not job and not browser and not soak"
+	$(INSIDE) $(BIN)/pytest -q -m "not job and not browser and not soak and not labs"
 
 jobs: $(INSTALLED)
-	$(INSIDE) $(BIN)/pytest --ignore tests/test_labs.py --ignore tests/test_exercises.py
-	$(INSIDE) $(BIN)/pytest $(ABREAST) tests/test_labs.py tests/test_exercises.py
+	$(INSIDE) $(BIN)/pytest $(addprefix --ignore=,$(MOSTLY_WAITING))
+	$(INSIDE) $(BIN)/pytest $(ABREAST) $(MOSTLY_WAITING)
 
 nbval: $(INSTALLED)
 	$(INSIDE) $(BIN)/pytest -n 3 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 300 --timeout 330 notebooks solutions
+
+labs: $(INSTALLED) ## every lab with every remedy as a real job: some 500 jobs
+	$(INSIDE) $(BIN)/pytest $(ABREAST) -m "not soak" tests/test_labs.py
 
 soak: $(INSTALLED) ## hundreds of launches, every fault at random moments
 	$(INSIDE) $(BIN)/pytest -m soak
 
 test-oldest: $(OLDEST)/.installed ## the tests with the oldest torch that is supported (its own environment, up to 5 GB)
-	PATH="$(abspath $(OLDEST))/bin:$$PATH" $(OLDEST)/bin/pytest -m "not browser and not soak"
+	PATH="$(abspath $(OLDEST))/bin:$$PATH" $(OLDEST)/bin/pytest -m "not browser and not soak and not labs"
 
 notebooks: $(INSTALLED) ## run every notebook and solution, and store their outputs in place
 	$(INSIDE) $(BIN)/python tools/store_outputs.py
