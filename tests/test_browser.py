@@ -382,7 +382,7 @@ def test_a_learner_meets_a_decoy_and_a_cure(lab: Lab, page: Any, shots: Path, pa
     cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
     sources = ["".join(c["source"]) for c in cells]
     made = next(i for i, text in enumerate(sources) if "FixBench(" in text)
-    shown = next(i for i, text in enumerate(sources) if text.strip() == "bench")
+    shown = next(i for i, text in enumerate(sources) if text.strip().splitlines()[-1] == "bench")
     reproduced = next(i for i, c in enumerate(cells) if "lab" in c["metadata"])
     revealed = [i for i, text in enumerate(sources) if ".reveal()" in text and i < made]
     name = cells[reproduced]["metadata"]["lab"]
