@@ -520,9 +520,9 @@ def test_every_text_signature_has_a_line_of_its_own() -> None:
                 assert any(signature.pattern.search(t) for t in texts), f"{page.name}: nothing tests {signature.text}"
 
 
-def test_every_page_is_reached() -> None:
+def test_every_page_but_the_silent_ones_is_reached() -> None:
     by_verdict = {p.name for p in pages() if any(s.verdict for s in p.signatures)}
-    assert {p.name for p in pages()} == by_verdict | {name for name, _ in REAL}
+    assert {p.name for p in pages() if p.signatures} == by_verdict | {name for name, _ in REAL}
 
 
 # Who is at fault, and who is not.
