@@ -52,6 +52,7 @@ nbval: $(INSTALLED)
 
 labs: $(INSTALLED) ## every lab with every remedy as a real job: some 500 jobs
 	$(INSIDE) $(BIN)/pytest $(ABREAST) -m "not soak" tests/test_labs.py
+	$(INSIDE) $(BIN)/pytest -m labs tests/test_browser.py
 
 soak: $(INSTALLED) ## hundreds of launches, every fault at random moments
 	$(INSIDE) $(BIN)/pytest -m soak

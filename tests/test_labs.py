@@ -29,13 +29,12 @@ def every_lab() -> list[Any]:
 
 
 def every_remedy(*kinds: str) -> list[Any]:
-    """Each remedy of these kinds; all but a lab's plain one and its first decoy are left to `make labs`."""
+    """Each remedy of these kinds; all but a lab's plain one are left to `make labs`."""
     found = []
     for lab in ALL:
-        decoys = [r.name for r in lab.remedies if r.kind == "decoy"]
         for remedy in lab.remedies:
             marks = [pytest.mark.xdist_group(lab.name)]
-            marks += [] if remedy.name in (lab.plain, *decoys[:1]) else [pytest.mark.labs]
+            marks += [] if remedy.name == lab.plain else [pytest.mark.labs]
             if remedy.kind in kinds:
                 found.append(pytest.param(lab, remedy, id=f"{lab.name}-{remedy.name}", marks=marks))
     return found
