@@ -13,9 +13,8 @@ SOURCES   := pyproject.toml constraints.txt tools/install.py
 
 # In a terminal of JupyterLab, in `!torchrun` and in the tests, the tools of this environment come first.
 INSIDE := PATH="$(abspath $(BIN)):$$PATH"
-# Jobs that mostly wait, side by side; what belongs together stays in one process.
+# Jobs mostly wait, so tests run side by side; what belongs together stays in one process.
 ABREAST := -n 3 --dist loadgroup
-MOSTLY_WAITING := tests/test_labs.py tests/test_exercises.py tests/test_matrix.py
 VERSION := import sys; print(sys.version_info[:2])
 
 .DEFAULT_GOAL := help
@@ -44,8 +43,7 @@ units: $(INSTALLED)
 	$(INSIDE) $(BIN)/pytest -q -m "not job and not browser and not soak and not labs"
 
 jobs: $(INSTALLED)
-	$(INSIDE) $(BIN)/pytest $(addprefix --ignore=,$(MOSTLY_WAITING))
-	$(INSIDE) $(BIN)/pytest $(ABREAST) $(MOSTLY_WAITING)
+	$(INSIDE) $(BIN)/pytest $(ABREAST)
 
 nbval: $(INSTALLED)
 	$(INSIDE) $(BIN)/pytest -n 3 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 300 --timeout 330 notebooks solutions

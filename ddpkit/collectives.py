@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from . import wire
 from .frames import Frame
 
+# What the ranks did more often than this at a point of the program is what they do there.
+HABIT_FROM = 3
 # Whether these may be joined with other sizes by other ranks depends on the rank's role.
 SIZES_MAY_DIFFER = ("gather", "scatter", "send", "recv", "alltoall", "all_to_all")
 
@@ -20,7 +23,12 @@ class Collective:
     """One collective that a rank joined: the `seq`-th of its process group, counted from 1.
 
     `ranks` are the global ranks of the group (empty where torch does not tell), `at_ns` the wall clock when this rank
-    joined, `done` whether it had come back when the record was taken, `where` the user's line that it came from.
+    joined, `done` whether it had come back when the record was taken, `where` the user's line that it came from, `only_if`
+    the `if` about the rank on the way there ("" where there is none), `loops` the loops around it, the innermost first, and
+    `every_turn` those of them that come to it in every turn. `backend` is "gloo" or "nccl", "" where that is not known.
+
+    Of a rank that gloo aborted no sizes may be known but how long its messages are, `message_bytes`; 0 where nobody asked.
+    `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
     """
 
     seq: int
@@ -33,6 +41,12 @@ class Collective:
     at_ns: int
     done: bool
     where: Frame | None
+    only_if: str = ""
+    loops: tuple[str, ...] = ()
+    every_turn: tuple[str, ...] = ()
+    message_bytes: int = 0
+    setup: int = 0
+    backend: str = ""
 
     def __repr__(self) -> str:
         return f"{'done' if self.done else 'waiting'} in {self.name}{self.from_line}"
@@ -41,7 +55,13 @@ class Collective:
     def name(self) -> str:
         """`all_reduce #9`, with the group's name where it is not the default one."""
         group = "" if self.group_name in ("default_pg", "") else f" of group {self.group}"
-        return f"{self.op} #{self.seq}{group}"
+        anew = " after init_process_group was called again" if self.setup else ""
+        return f"{self.op} #{self.seq}{group}{anew}"
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """What is the same for all ranks that join this one collective."""
+        return (self.setup, self.group, self.seq)
 
     @property
     def from_line(self) -> str:
@@ -55,18 +75,18 @@ class Collective:
 
     def matches(self, other: Collective) -> bool:
         """Whether two ranks that joined these two as the same collective agree on it."""
-        if self.op != other.op:
+        if (self.op, self.message_bytes) != (other.op, other.message_bytes):
             return False
-        return any(word in self.op for word in SIZES_MAY_DIFFER) or (self.sizes, self.dtypes) == (
-            other.sizes,
-            other.dtypes,
-        )
+        # NCCL gathers tensors of different sizes; gloo does not.
+        gathers_alike = self.backend == "gloo" and "gather" in self.op
+        may_differ = not gathers_alike and any(word in self.op for word in SIZES_MAY_DIFFER)
+        return may_differ or (self.sizes, self.dtypes) == (other.sizes, other.dtypes)
 
     @property
     def shape_words(self) -> str:
         """`all_reduce of [1000] Float`."""
         if not self.sizes:
-            return self.op
+            return f"{self.op} in messages of {self.message_bytes} bytes" if self.message_bytes else self.op
         shapes = ", ".join(str(list(size)) for size in self.sizes[:2])
         return f"{self.op} of {shapes} {'/'.join(dict.fromkeys(self.dtypes))}".rstrip()
 
@@ -75,12 +95,21 @@ def read_collectives(path: Path) -> tuple[Collective, ...]:
     """The record at `path`, oldest first; empty where there is none. Sends and receives are left out: each is a matter of
     two ranks, and counted apart."""
     record = wire.read_record(path) or {}
-    return tuple(_collective(entry) for entry in record.get("entries", []) if not entry["p2p"])
+    last: dict[str, int] = {}
+    setups: Counter[str] = Counter()
+    found = []
+    for entry in record.get("entries", []):
+        if not entry["p2p"]:
+            setups[entry["group"]] += entry["seq"] < last.get(entry["group"], 0)
+            last[entry["group"]] = entry["seq"]
+            found.append(_collective(entry, setups[entry["group"]]))
+    return tuple(found)
 
 
-def _collective(entry: Mapping[str, Any]) -> Collective:
+def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
     where = entry["where"]
     return Collective(
+        setup=setup,
         seq=entry["seq"],
         op=entry["op"],
         group=entry["group"],
@@ -91,6 +120,10 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
         at_ns=entry["at_ns"],
         done=entry["done"],
         where=Frame(**where) if where else None,
+        only_if=entry.get("only_if", ""),
+        loops=tuple(entry.get("loops", ())),
+        every_turn=tuple(entry.get("every_turn", ())),
+        backend=entry.get("backend", ""),
     )
 
 
@@ -107,37 +140,34 @@ class Parting:
     why: str = ""
 
 
-def mismatch(histories: Histories) -> Parting | None:
-    """The first collective that the ranks joined with another operation, size or type than each other."""
+def parting(histories: Histories) -> Parting | None:
+    """Where the ranks first part: they joined another operation, size or type, or one left the common way unnoticed.
+
+    Unnoticed is where operation and size agree and the lines of the program do not. A program may let ranks join from
+    different lines on purpose. So only a rank counts that did what nobody had done at this point before, while others did
+    as always.
+    """
     for joined in _by_number(histories):
         camps = _camps(joined)
         if len(camps) > 1:
             if len(camps[-1]) > len(camps[-2]):
                 return Parting(joined, tuple(sorted(r for c in camps[:-1] for r in c)), "the other ranks agree")
-            return _judged_by_habit(joined, histories)
-    return None
-
-
-def drift(histories: Histories) -> Parting | None:
-    """Where a rank left the common way without a mismatch: operation and size agree, the lines of the program do not.
-
-    A program may let ranks join from different lines on purpose. So only a rank counts that did what nobody had done at
-    this point before, while others did as always.
-    """
-    for joined in _by_number(histories):
+            judged = _judged_by_habit(joined, histories)
+            return judged if judged.odd else _judged_by_others(joined, histories)
         placed = all(collective.where for collective in joined.values())
         if placed and len({collective.call for collective in joined.values()}) > 1:
-            found = _judged_by_habit(joined, histories)
-            return found if found.odd else None
+            strayed = _judged_by_habit(joined, histories)
+            if strayed.odd:
+                return strayed
     return None
 
 
 def _by_number(histories: Histories) -> list[dict[int, Collective]]:
     """What each rank joined as the same collective, in order; only where more than one did."""
-    found: dict[tuple[str, int], dict[int, Collective]] = {}
+    found: dict[tuple[int, str, int], dict[int, Collective]] = {}
     for rank, history in histories.items():
         for collective in history:
-            found.setdefault((collective.group, collective.seq), {})[rank] = collective
+            found.setdefault(collective.key, {})[rank] = collective
     in_order = sorted(found.values(), key=lambda joined: min(c.at_ns for c in joined.values()))
     return [joined for joined in in_order if len(joined) > 1]
 
@@ -155,11 +185,86 @@ def _camps(joined: Mapping[int, Collective]) -> list[list[int]]:
 
 
 def _judged_by_habit(joined: Mapping[int, Collective], histories: Histories) -> Parting:
-    """The odd ones are those who did what no rank had done at this point before, if others did as always."""
+    """The odd ones are those who did what no rank had done at this point before, if others did as always.
+
+    A call that nobody had ever made may be one too many, or one that the others forgot. It counts as odd where the program
+    makes it for some ranks only, and after a loop in which the others still are.
+    """
     usual = {rank for rank, collective in joined.items() if _is_usual(collective, joined, histories)}
-    if usual and len(usual) < len(joined):
-        return Parting(joined, tuple(sorted(set(joined) - usual)), "in earlier steps every rank did otherwise")
+    odd = set(joined) - usual
+    known = {c.call for rank in joined for c in histories[rank] if c.seq < joined[rank].seq}
+    unheard_of = {rank for rank in odd if joined[rank].call not in known}
+    if unheard_of:
+        for_some = {rank for rank, collective in joined.items() if collective.only_if}
+        if for_some and for_some <= unheard_of and len(for_some) < len(joined):
+            test = joined[min(for_some)].only_if
+            return Parting(joined, tuple(sorted(for_some)), f"not every rank comes there, by `{test}`")
+        if not for_some and _have_left_the_loop(unheard_of, joined, histories):
+            return Parting(joined, tuple(sorted(unheard_of)), "the loop that is left there goes on elsewhere")
+        return Parting(joined)
+    if usual and odd:
+        return Parting(joined, tuple(sorted(odd)), "in earlier steps every rank did otherwise")
     return Parting(joined)
+
+
+def strayed(histories: Histories) -> tuple[int, Collective, Collective] | None:
+    """The only rank that once went from one collective call to another as nobody else did in the whole job, nor itself at
+    other times, across groups: the rank, the collective before and the one it came to. None where no rank, or more than one,
+    did so."""
+    steps = [(rank, *pair) for rank, history in histories.items() for pair in itertools.pairwise(_in_time(history))]
+    made = Counter((before.call, after.call) for _rank, before, after in steps)
+    left = Counter(before.call for _rank, before, _after in steps)
+    left_by = Counter((rank, before.call) for rank, before, _after in steps)
+    habits = {(rank, call) for (rank, call), times in left_by.items() if times > 1 and left[call] > HABIT_FROM}
+    once = [(r, b, a) for r, b, a in steps if made[b.call, a.call] == 1 and (r, b.call) in habits]
+    return once[0] if len(once) == 1 else None
+
+
+def _in_time(history: Sequence[Collective]) -> list[Collective]:
+    return sorted(history, key=lambda collective: collective.at_ns)
+
+
+def _have_left_the_loop(ranks: Collection[int], joined: Mapping[int, Collective], histories: Histories) -> bool:
+    """Whether all these ranks were in the loop in which all the others are, and are not any more.
+
+    Where both are in one more loop, the others may have come to its next turn instead, if a turn may do without that call.
+    """
+    inside = [collective.loops for rank, collective in joined.items() if rank not in ranks]
+    if not inside or not inside[0] or len({loops[:1] for loops in inside}) > 1:
+        return False
+    loop, *further_out = inside[0]
+    for rank in ranks:
+        call = joined[rank]
+        shared = [outer for outer in call.loops if outer in further_out]
+        if loop in call.loops or not any(loop in c.loops for c in histories[rank]):
+            return False
+        if shared and shared[0] not in call.every_turn:
+            return False
+    return True
+
+
+def _judged_by_others(joined: Mapping[int, Collective], histories: Histories) -> Parting:
+    """The odd ones where ranks of other groups tell, which had come the same way."""
+    odd = outvoted(histories)
+    others = sorted(set(joined) - set(odd))
+    at_their_first = any(_in_time(histories[rank])[0] is collective for rank, collective in joined.items())
+    if at_their_first or not others or any(joined.get(rank) is not collective for rank, collective in odd.items()):
+        return Parting(joined)
+    return Parting(joined, tuple(odd), f"after the same collectives most ranks of the job did as rank {others[0]}")
+
+
+def outvoted(histories: Histories) -> dict[int, Collective]:
+    """The ranks that made another call than most, and that call, when all had made the same calls, whatever their groups;
+    empty where there is no such majority, or where the beginning is not in the records any more."""
+    ways = {rank: _in_time(history) for rank, history in sorted(histories.items())}
+    if not all(way and way[0].seq == 1 for way in ways.values()):
+        return {}
+    for made in zip(*ways.values(), strict=False):
+        call, votes = Counter(collective.call for collective in made).most_common(1)[0]
+        if votes < len(ways):
+            odd = {rank: collective for rank, collective in zip(ways, made, strict=True) if collective.call != call}
+            return odd if 2 * votes > len(ways) else {}
+    return {}
 
 
 def _is_usual(now: Collective, joined: Mapping[int, Collective], histories: Histories) -> bool:
@@ -167,7 +272,7 @@ def _is_usual(now: Collective, joined: Mapping[int, Collective], histories: Hist
     followed: set[tuple[object, ...]] = set()
     last: set[object] = set()
     for rank in joined:
-        calls = [c.call for c in histories[rank] if c.group == now.group and c.seq < now.seq]
+        calls = [c.call for c in histories[rank] if c.group == now.group and (c.setup, c.seq) < (now.setup, now.seq)]
         followed |= set(itertools.pairwise(calls))
         last |= set(calls[-1:])
     return any((call, now.call) in followed for call in last)

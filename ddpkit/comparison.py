@@ -33,14 +33,7 @@ def draw(title: str, results: Sequence[Result]) -> Timeline:
             colour, sign = {True: YES, False: NO, None: NONE}[answer]
             asked.scatter([x], [y], s=230, color=colour, marker="o" if answer else "s")
             asked.text(x, y, sign, ha="center", va="center", color="white" if answer is not None else "black")
-        ratio = result.outcome.step_ratio
-        if ratio is None:
-            times.text(0.02, y, "did not finish" if not result.run.ok else "not measured", va="center", fontsize=8)
-        else:
-            times.barh(
-                [y], [ratio], height=0.55, color="#56b4e9", hatch="" if result.cures else "///", edgecolor="white"
-            )
-            times.text(ratio, y, f" {ratio:.2f}×", va="center", fontsize=8)
+        _draw_time(times, y, result)
     asked.set_xticks(range(len(ASKED)), ASKED, fontsize=8)
     asked.set_yticks(range(len(names)), names, fontsize=8)
     asked.set_xlim(-0.6, len(ASKED) - 0.4)

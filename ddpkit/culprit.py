@@ -7,44 +7,58 @@ what is left does the earliest stamp count, and where every rank fails alike, no
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .finding import Finding, ranks_said, verb
+from .mismatch import find_parting
 from .records import Failure, Rank
 from .stable import stable
-from .standstill import Finding, find, find_parting, ranks_said, standing
+from .standing import standing, unmoved_s
+from .standstill import find
 
 Class = Literal["passed", "own", "parted", "peer_lost", "gave_up", "told", "unknown"]
 Culprit = int | tuple[int, ...] | Literal["every rank"] | None
 
 TIE_NS = 1_000_000
 LEAVING_TAKES_NS = 3_000_000_000
-# A rank that waits for less than this is in the middle of an ordinary step.
+# A rank that waits for less than this, or for less than so many of its own steps, is in the middle of an ordinary one.
 STILL_FROM_S = 2.0
+STEPS_MISSED = 2
 
 _PEER_LOST = re.compile(
     r"gloo/transport/.*(closed by peer|reset by peer|Broken pipe)"
     r"|Application timeout caused pair closure"
     r"|ncclRemoteError|remote process exited or there was a network error"
-    r"|Connection was likely closed\. Did the remote server shutdown or crash",
+    r"|Connection was likely closed\. Did the remote server shutdown or crash"
+    r"|connectFullMesh failed.*Connection refused"
+    r"|Detected at least one rank that exhausted inputs\. Throwing across all ranks",
     re.DOTALL,
 )
 _GAVE_UP = re.compile(
     r"Timed out waiting \d+ms for (recv|send) operation"
+    r"|RuntimeError: Operation timed out!"
     r"|Watchdog caught collective operation timeout"
     r"|wait timeout after \d+ms, keys"
     r"|client socket has timed out"
     r"|failed to pass monitoredBarrier"
 )
+# Join(throw_on_early_termination=True): no connection was lost.
+_TOLD_OF = re.compile(r"Detected at least one rank that exhausted inputs")
 # Two ranks met in different collectives; which of them is wrong, neither text says.
 _PARTED = re.compile(
     r"op\.preamble\.length <= op\.nbytes"
     r"|Detected mismatch between collectives on ranks"
     r"|Error when verifying shape tensors for collective"
     r"|appears not to match (sizes|strides) of the same param in process 0"
+    r"|DDP expects same model across all ranks"
 )
+
+# What a program catches in the ordinary course of things, and goes on.
+_ORDINARY = {"StopIteration", "KeyError", "Empty"}
 
 
 @dataclass(frozen=True)
@@ -53,9 +67,9 @@ class Verdict:
 
     `sentence` says it in a sentence or two ("" for a job that passed); `words` and `roles` tell it rank by rank.
     Roles: passed, culprit, own (failed by itself, but not the first), consequence, unknown. `kind` is passed, own, tie,
-    left_early, never_joined, straggler, mismatch, shapes_differ, stopped_process, loader_stuck, init_waiting,
-    init_elsewhere, all_waiting, busy, silent,
-    agent_killed, agent_failed, peer_lost, gave_up, ended, timed_out or unknown.
+    left_early, never_joined, straggler, mismatch, shapes_differ, stopped_process, loader_stuck, loader_dead,
+    init_waiting, init_elsewhere, stale_addresses, all_waiting, stuck, busy, silent, agent_killed, agent_failed,
+    peer_lost, gave_up, ended, timed_out or unknown.
     """
 
     culprit: Culprit
@@ -97,6 +111,9 @@ def classify_failure(failure: Failure, rank: Rank) -> Class:
     if failure.type == "SIGABRT":
         # A C++ thread that meets a closed connection aborts the process; its last words are on stderr only.
         texts.append(rank.stderr[-4_000:])
+    # Or crashes on its way to that, while other threads still run.
+    if failure.type == "SIGSEGV" and _PARTED.search(rank.stderr[-4_000:]):
+        return "parted"
     if any(_PARTED.search(text) for text in texts):
         return "parted"
     if any(_PEER_LOST.search(text) for text in texts):
@@ -111,7 +128,7 @@ def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
     classes = {r.rank: classify(r) for r in ranks}
     culprit, sentence, kind = _find(ranks, classes, ending)
     at_fault = _as_ranks(culprit, ranks)
-    words = {r.rank: _words(r, classes[r.rank], ending, r.rank in at_fault) for r in ranks}
+    words = {r.rank: _words(r, classes[r.rank], ending, kind, r.rank in at_fault) for r in ranks}
     roles = {r.rank: "culprit" if r.rank in at_fault else _ROLES[classes[r.rank]] for r in ranks}
     return Verdict(culprit, sentence, kind, words, roles)
 
@@ -149,6 +166,12 @@ def _find(ranks: Sequence[Rank], classes: Mapping[int, Class], ending: Ending) -
     if not ranks:
         said = ending.agent_error or "it says nothing more"
         return None, f"torchrun ended before any rank had started: {said}", "agent_failed"
+    lost = [r.rank for r in of["unknown"] if r.exitcode is None]
+    if lost and ending.agent_exitcode:
+        parent = (
+            f"as when {verb(lost, 'its', 'their')} parent process is killed (without ddpkit that is torchrun itself)"
+        )
+        return None, f"Nothing says how {ranks_said(lost).lower()} ended, {parent}.", "unknown"
     unclear = "No rank failed by itself, and how they ended is not fully recorded: the culprit cannot be told."
     return None, unclear, "unknown"
 
@@ -172,10 +195,13 @@ def _among_own(own: Sequence[Rank], world_size: int) -> Found:
     if len({_likeness(r) for r in own}) == 1:
         # The lowest rank speaks for all: whose text is quoted must not depend on a race.
         numbers = tuple(sorted(r.rank for r in own))
-        did = _did(min(own, key=lambda r: r.rank))
+        did = _did_alike(sorted(own, key=lambda r: r.rank))
         if len(own) == world_size:
             return "every rank", f"Every rank alike {did}.", "own"
         return numbers, f"{ranks_said(numbers)} alike {did}.", "own"
+    if spoke := _spoke_within(by_time, _failed_at(first) + LEAVING_TAKES_NS):
+        beside = f"rank {first.rank} {_did(first)} at about that time"
+        return spoke.rank, f"Rank {spoke.rank} {_did(spoke)}; {beside}.", "own"
     second = by_time[1]
     if _failed_at(second) - _failed_at(first) < TIE_NS:
         pair = sorted((first, second), key=lambda r: r.rank)
@@ -184,25 +210,56 @@ def _among_own(own: Sequence[Rank], world_size: int) -> Found:
     return first.rank, f"Rank {first.rank} {_did(first)}; later rank {second.rank} {_did(second)}.", "own"
 
 
+def _spoke_within(by_time: Sequence[Rank], until_ns: int) -> Rank | None:
+    """Where the first to fail left by a bare exit code, which tells nothing: who by then died of a signal or an exception.
+
+    A program that catches the loss of a peer and leaves by `os._exit(1)` can be gone before the peer has quite ended.
+    """
+    if by_time[0].failure is not None:
+        return None
+    return next((rank for rank in by_time if rank.failure is not None and _failed_at(rank) <= until_ns), None)
+
+
 def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[int, Class]) -> Found:
     """Only consequences were recorded: what was found when the first of them was hurt says whom it waited for."""
     victim = min(hurt, key=_failed_at)
-    verb = "lost its peer" if classes[victim.rank] == "peer_lost" else "gave up waiting"
+    met = "lost its peer" if classes[victim.rank] == "peer_lost" else "gave up waiting"
     where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
     finding = find(ranks, at_ns=_failed_at(victim) if classes[victim.rank] == "gave_up" else None)
+    raised = {rank.rank: earlier for rank in hurt if (earlier := _own_before(rank))}
+    if len(raised) == 1 and (not finding or finding.ranks in ((), tuple(raised))):
+        number, earlier = raised.popitem()
+        last = ranks[number].failure
+        there = f" ({last.line_text})" if last and last.line_text else ""
+        return (
+            number,
+            f"Rank {number} raised {earlier} and, on its way out, waited for the others in vain{there}.",
+            "own",
+        )
     if finding and finding.ranks:
         return _as_found(finding, ranks)
     # A process closes its sockets a moment before it has ended, so the victim may be stamped first.
     by_then = _failed_at(victim) + LEAVING_TAKES_NS
     left = tuple(r.rank for r in ranks if classes[r.rank] == "passed" and (r.ended_ns or 0) <= by_then)
+    if standing(victim).pairwise and (peers := [n for n in left if n in victim.requested]):
+        left = tuple(peers)
     if left:
         who: Culprit = left[0] if len(left) == 1 else left
-        sentence = f"{ranks_said(left)} left early with exit code 0; rank {victim.rank} {verb}{where}."
+        sentence = f"{ranks_said(left)} left early with exit code 0; rank {victim.rank} {met}{where}."
         return who, sentence, "left_early"
-    if finding and finding.kind in ("mismatch", "all_waiting"):
+    if finding and finding.kind in ("mismatch", "all_waiting", "stale_addresses"):
         return _as_found(finding, ranks)
-    unclear = f"Rank {victim.rank} {verb}{where}, and no rank failed by itself: the culprit cannot be told from this."
+    unclear = f"Rank {victim.rank} {met}{where}, and no rank failed by itself: the culprit cannot be told from this."
     return None, unclear, classes[victim.rank]
+
+
+def _own_before(rank: Rank) -> str:
+    """What this rank had raised by itself before it met its last exception, in a `finally` say; "" where nothing."""
+    chain = rank.failure.chain if rank.failure else ()
+    suffered = (_PARTED, _PEER_LOST, _GAVE_UP)
+    told = ((kind, f"{kind}: {text}") for kind, text in reversed(chain) if kind not in _ORDINARY)
+    own = (text for _kind, text in told if not any(pattern.search(text) for pattern in suffered))
+    return stable(next(own, "")).strip()
 
 
 def _of_an_ended_job(ranks: Sequence[Rank], ending: Ending) -> Found:
@@ -210,15 +267,18 @@ def _of_an_ended_job(ranks: Sequence[Rank], ending: Ending) -> Found:
     why, looked_at = _why_ended(ending), [r for r in ranks if r.look]
     waiting = [r for r in looked_at if standing(r).kind in ("waiting", "joining")]
     finding = find(ranks)
-    if finding and finding.kind != "busy" and all(_is_still(r) for r in waiting or looked_at):
+    still_from_s = max(STILL_FROM_S, STEPS_MISSED * _longest_step_s(ranks))
+    if finding and finding.kind != "busy" and all(unmoved_s(r) >= still_from_s for r in waiting or looked_at):
         return _as_found(finding, ranks, why)
     if finding and ending.reason == "stall":
         return _as_found(finding, ranks, why)
     return None, why, {"timeout": "timed_out", "stall": "unknown"}.get(ending.reason, "ended")
 
 
-def _is_still(rank: Rank) -> bool:
-    return rank.look is not None and rank.look.silent_s >= STILL_FROM_S
+def _longest_step_s(ranks: Sequence[Rank]) -> float:
+    """The longest time between one collective and the next, of any rank."""
+    joined = ([c.at_ns for c in rank.collectives] for rank in ranks)
+    return max((after - before for each in joined for before, after in itertools.pairwise(each)), default=0) / 1e9
 
 
 def _why_ended(ending: Ending) -> str:
@@ -250,8 +310,17 @@ def _did(rank: Rank) -> str:
     if rank.signal and failure.type == rank.signal:
         return _killed(rank) + place
     if failure.type == "SystemExit":
-        return f"left by sys.exit, {stable(failure.message).strip()}{place}"
+        handled = f", while it handled {': '.join(failure.chain[0]).rstrip('.')}" if failure.chain else ""
+        return f"left by sys.exit, {stable(failure.message).strip()}{place}{stable(handled)}"
     return f"raised {failure.text.rstrip('.')}{place}"
+
+
+def _did_alike(ranks: Sequence[Rank]) -> str:
+    """What these ranks did, in the words of the lowest; said to be its own where the others' words differ."""
+    first, failure = ranks[0], ranks[0].failure
+    if failure is None or len({r.failure.text for r in ranks if r.failure}) == 1:
+        return _did(first)
+    return f"raised {failure.type}, rank {first.rank} this: {_did(first).removeprefix('raised ')}"
 
 
 def _killed(rank: Rank) -> str:
@@ -264,17 +333,18 @@ def _killed(rank: Rank) -> str:
     return f"was killed by {rank.signal}"
 
 
-def _words(rank: Rank, kind: Class, ending: Ending, at_fault: bool) -> str:
-    """A few words for the header of the rank's lane."""
-    if kind == "passed":
+def _words(rank: Rank, end: Class, ending: Ending, kind: str, at_fault: bool) -> str:
+    """A few words for the header of the rank's lane; `kind` is the verdict's."""
+    if end == "passed":
         return "left early, exit code 0" if at_fault else "passed"
-    if kind == "peer_lost":
-        return "came too late" if at_fault else "lost its peer: a consequence"
-    if kind == "gave_up":
-        return "gave up waiting" if at_fault else "gave up waiting: a consequence"
-    if kind == "parted":
-        return "met another collective"
-    if kind == "told":
+    if end in ("peer_lost", "gave_up"):
+        met = "gave up waiting" if end == "gave_up" else "lost its peer"
+        if rank.failure and _TOLD_OF.search(rank.failure.message):
+            met = "was told that a rank had ended"
+        return f"{met}: a consequence" if not at_fault else "came too late" if kind == "straggler" else met
+    if end == "parted":
+        return "met another model" if kind == "shapes_differ" else "met another collective"
+    if end == "told":
         return _words_of_told(rank, ending)
     return plain_words(rank)
 

@@ -6,7 +6,7 @@ asked for the cause. Where nothing in the catalog fits, "unknown" is the answer,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -27,10 +27,17 @@ MOST_LINES = 8
 # Which kind of signature wins where several fit, the more specific first; see `_weight`.
 BY_TYPE_AND_TEXT, BY_TEXT, BY_GENERAL_TEXT, BY_SIGNAL, BY_VERDICT, BY_NOTHING_ELSE = range(6)
 
-# Somebody ended the job or a process of it: that is the whole story, whatever else stands in the logs.
-_SETTLED = {"ended", "agent_killed", "stopped_process"}
+# The verdict is the whole story, whatever else stands in the logs: somebody ended the job or a process of it, or the store
+# of a restarted job held addresses of ranks that are gone.
+_SETTLED = {"ended", "agent_killed", "stopped_process", "stale_addresses"}
 # Where ddpkit itself ended a job that stood still, torchrun's log tells of that and of nothing else.
 _TORCHRUN_KNOWS = {"agent_failed", "peer_lost", "gave_up", "unknown", ""}
+# Nobody had failed: the ranks stood still. A loader's worker, which "loader_stuck" is about, may have failed, and stderr is
+# all that tells of it.
+_STANDSTILLS = {
+    *("left_early", "never_joined", "straggler", "mismatch", "init_waiting", "init_elsewhere"),
+    *("stale_addresses", "all_waiting", "stuck", "busy", "silent"),
+}
 # These verdicts are complete without a rank at fault.
 _NAMES_NOBODY = {"ended", "agent_killed", "timed_out"}
 
@@ -142,7 +149,8 @@ def diagnose(ranks: Sequence[Rank], verdict: Verdict, torchrun_log: str = "") ->
     if not at_fault and kind in _TORCHRUN_KNOWS:
         asked.append(_Words(None, "torchrun", wire.AGENT_LOG, 1, "", torchrun_log, 99))
     died = [r for r in suspects if verdict.roles.get(r.rank) != "consequence"]
-    matches = [*_by_text(asked), *_by_signal(died), *_by_verdict(kind, suspects, bool(at_fault))]
+    unhurt = {r.rank for r in suspects if kind in _STANDSTILLS and r.failure is None}
+    matches = [*_by_text(asked, unhurt), *_by_signal(died), *_by_verdict(kind, suspects, bool(at_fault))]
     best = min(matches, key=lambda m: (m.weight, m.words.distance if m.words else 0, m.page.name), default=None)
     others = [r for r in ranks if r not in at_fault and verdict.roles.get(r.rank) in ("consequence", "unknown")]
     return _diagnosis(best, matches, verdict, kind, others)
@@ -196,7 +204,7 @@ def _weight(signature: Signature) -> int:
     return BY_NOTHING_ELSE if signature.verdict == "own" else BY_VERDICT
 
 
-def _by_text(asked: Sequence[_Words]) -> list[_Match]:
+def _by_text(asked: Sequence[_Words], unhurt: Collection[int]) -> list[_Match]:
     found = []
     for words in asked:
         for each in pages():
@@ -204,18 +212,21 @@ def _by_text(asked: Sequence[_Words]) -> list[_Match]:
                 if signature.consequence or not (evidence := words.found(signature)):
                     continue
                 found.append(_Match(each, signature, _weight(signature), words, (_in_the_log(evidence, asked),)))
-    return [m for m in found if m.words and _may_speak(m, found)]
+    return [m for m in found if m.words and _may_speak(m, found, unhurt)]
 
 
-def _may_speak(match: _Match, found: Sequence[_Match]) -> bool:
+def _may_speak(match: _Match, found: Sequence[_Match], unhurt: Collection[int]) -> bool:
     """Whether a line on stderr may name the cause.
 
     A program prints errors that it has dealt with. So beside an exception that says itself what happened, stderr is
-    heard only where that exception is a general one, or where the page asks for stderr by name.
+    heard only where that exception is a general one, or where the page asks for stderr by name. Of a rank that only held up
+    the others, and is `unhurt`, no more is heard.
     """
     words = match.words
-    if words is None or words.place != "stderr" or not words.type:
+    if words is None or words.place != "stderr":
         return True
+    if not words.type:
+        return words.rank not in unhurt or match.signature.where == "stderr"
     own = [m for m in found if m.words and m.words.rank == words.rank and m.words.place == "failure"]
     return match.signature.where == "stderr" or any(m.weight == BY_GENERAL_TEXT for m in own)
 
@@ -347,6 +358,6 @@ def _what_to_collect(kind: str, others: Sequence[Rank]) -> str:
     if any("NCCL" in w.text for r in others for w in _words_of(r)):
         again += " Add env={'TORCH_FR_BUFFER_SIZE': '2000', 'TORCH_NCCL_DUMP_ON_TIMEOUT': '1', 'NCCL_DEBUG': 'WARN'}: "
         again += "the flight recorder then says which collective each rank had reached."
-    elif kind not in ("gave_up", "peer_lost", "all_waiting", "init_waiting", "timed_out"):
+    elif kind not in ("gave_up", "peer_lost", "all_waiting", "stuck", "init_waiting", "timed_out"):
         again = "Look at run.ranks[i].stderr and .stack of each rank; launch again with PYTHONFAULTHANDLER=1 in env=."
     return again

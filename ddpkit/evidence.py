@@ -13,7 +13,7 @@ from .diagnosis import UNKNOWN, Diagnosis
 from .frames import Frame, stack_frames
 from .records import Rank
 from .stable import stable
-from .standstill import Standing, standings
+from .standing import Standing, standings, unmoved_s
 
 MOST_FRAMES = 60
 _STATES = {
@@ -100,8 +100,11 @@ def _row(rank: Rank, standing: Standing | None, at_fault: bool, revealed: bool, 
     failure, alive = rank.failure, rank.exitcode is None
     seen = rank.at if look and (still or not steady) else None
     place = failure.where if failure else seen
-    state = (look.state if look else "running") if alive else _ended_words(rank, at_fault, revealed)
+    ended = rank.words if revealed and rank.words else plain_words(rank)
+    state = (look.state if look else "running") if alive else ended
     waited = state.startswith("gave up waiting")
+    if waited and standing:
+        last = standing.collective
     return Row(
         rank.rank,
         state,
@@ -144,13 +147,7 @@ def stood_still(rank: Rank) -> bool:
     look, ended = rank.look, rank.failure is not None or rank.exitcode == 0
     if look is None or ended:
         return False
-    return rank.exitcode is None or look.why == "stall" or look.silent_s >= STILL_FROM_S
-
-
-def _ended_words(rank: Rank, at_fault: bool, revealed: bool) -> str:
-    words = rank.words if revealed and rank.words else plain_words(rank)
-    # A straggler is at fault, and what it met in the end came of that.
-    return _STATES["late"] if at_fault and _suffered(rank) else words
+    return rank.exitcode is None or look.why == "stall" or unmoved_s(rank) >= STILL_FROM_S
 
 
 def _suffered(rank: Rank) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 from . import wire
 from .errors import LaunchError
 from .folders import home
+from .lab import read_program
 from .run import Run
 from .target import of_text
 
@@ -225,7 +226,7 @@ class State:
 def _read(folder: Traversable) -> Task:
     found = tomllib.loads(folder.joinpath("task.toml").read_text(encoding="utf-8"))
     texts: dict[str, Any] = {
-        name: folder.joinpath(f"{name}.py").read_text(encoding="utf-8")
+        name: read_program(folder.joinpath(f"{name}.py"))
         for name in ("program", "reference", "harness")
         if folder.joinpath(f"{name}.py").is_file()
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,19 @@ from . import wire
 _FRAME = re.compile(
     r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$(?:\n    (?P<source>\S.*)$)?', re.MULTILINE
 )
+# What only Python made up, such as "<string>" of a spawned process, is nobody's either.
+_NOT_OWN = (
+    "site-packages",
+    "/lib/python",
+    "<frozen",
+    "<string>",
+    str(Path(__file__).resolve().parent / "rank") + os.sep,
+)
+
+
+_FOR_A_THREAD = re.compile(r"(threading|queue|futures[/\\]\w+)\.py$")
+_FOR_ITS_END = ("join", "result", "shutdown")
+_TRAINS = re.compile(r"torch.distributed.|_engine_run_backward")
 
 
 @dataclass(frozen=True)
@@ -32,19 +47,55 @@ class Frame:
 
 
 def stack_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
-    """The frames of the main thread, or of the one that crashed, innermost first, with source lines where they are known."""
-    threads = re.split(r"^(?=Stack \(|Current thread|Thread )", dump, flags=re.MULTILINE)
+    """The frames of the main thread, or of the one that crashed, innermost first, with source lines where they are known.
+
+    Where the main thread only waits for another one that trains, those of that one.
+    """
+    threads = _threads(dump)
+    if not threads:
+        return []
     firsts = ("Stack (", "Current thread", "Thread MainThread")
-    chosen = next((t for t in threads if t.startswith(firsts) and "  File " in t), threads[-1])
+    chosen = next((thread for thread in threads if thread.startswith(firsts)), threads[-1])
+    frames = _frames(chosen, cells)
+    if not chosen.startswith("Thread MainThread") or not _waits_for_a_thread(frames):
+        return frames
+    beside = [_frames(thread, cells) for thread in threads if thread is not chosen]
+    others = [each for each in beside if any(frame.own for frame in each)]
+    training = [each for each in others if _trains(each)]
+    # Of several that do something else, none is known to be the one that is waited for; nor is the only one, a heartbeat say,
+    # where it is not the end of a thread that is waited for.
+    only = others if len(others) == 1 and any(f.function.rpartition(".")[2] in _FOR_ITS_END for f in frames) else ()
+    return next(iter(training or only), frames)
+
+
+def training_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
+    """The user's innermost frame of each thread that is in torch.distributed or in a backward."""
+    training = (frames for thread in _threads(dump) if _trains(frames := _frames(thread, cells)))
+    return [own for frames in training if (own := next((f for f in frames if f.own), None))]
+
+
+def _threads(dump: str) -> list[str]:
+    return [t for t in re.split(r"^(?=Stack \(|Current thread|Thread )", dump, flags=re.MULTILINE) if "  File " in t]
+
+
+def _trains(frames: Sequence[Frame]) -> bool:
+    return any(_TRAINS.search(f"{frame.file} {frame.function}") for frame in frames)
+
+
+def _frames(thread: str, cells: dict[str, str]) -> list[Frame]:
     frames = []
-    for found in _FRAME.finditer(chosen):
+    for found in _FRAME.finditer(thread):
         file, line, function = found["file"], int(found["line"]), found["function"]
-        own = not any(
-            mark in file for mark in ("site-packages", "/lib/python", "<frozen", f"{os.sep}ddpkit{os.sep}rank")
-        )
-        own = own and Path(file).name != wire.FUNCTION_SCRIPT
+        own = not any(mark in file for mark in _NOT_OWN) and Path(file).name != wire.FUNCTION_SCRIPT
         frames.append(Frame(file, line, function, found["source"] or _source_line(file, line, cells), own))
     return frames
+
+
+def _waits_for_a_thread(frames: Sequence[Frame]) -> bool:
+    inner = list(itertools.takewhile(lambda frame: not frame.own, frames))
+    if not inner:
+        return bool(frames) and ".acquire(" in frames[0].source
+    return bool(_FOR_A_THREAD.search(inner[0].file)) and not any("dataloader.py" in frame.file for frame in inner)
 
 
 def with_sources(dump: str, cells: dict[str, str]) -> str:

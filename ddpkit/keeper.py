@@ -28,6 +28,9 @@ TICK_S = 0.2
 RANK_GRACE_S = 2.0
 AGENT_GRACE_S = 4.0
 SWEEP_GRACE_S = 2.5
+# Holds the shared memory of loaders under the "file_system" strategy: it removes the files and ends seconds after the
+# last process of the job, unless somebody kills it first.
+ENDS_BY_ITSELF = "torch_shm_manager"
 LINGER_S = 1.0
 LOOKED_AT_WITHIN_S = 3.0
 PASSED_ON = (
@@ -273,7 +276,7 @@ def _signal_all(pids: dict[int, str], which: signal.Signals) -> None:
 
 
 def _marked(folder: Path) -> dict[int, str]:
-    """Living processes, other than this one, whose environment carries this job's run folder: pid to command."""
+    """Living processes to be ended, other than this one, whose environment carries this job's run folder: pid to command."""
     mark = f"{wire.ENV_RUN}={folder}".encode()
     found = {}
     for entry in os.listdir("/proc"):
@@ -284,9 +287,11 @@ def _marked(folder: Path) -> dict[int, str]:
                 if mark not in environ.read().split(b"\0"):
                     continue
             with open(f"/proc/{entry}/cmdline", "rb") as cmdline:
-                found[int(entry)] = cmdline.read().replace(b"\0", b" ").decode(errors="replace").strip()
+                command = cmdline.read().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
             continue
+        if command != ENDS_BY_ITSELF:
+            found[int(entry)] = command
     return found
 
 

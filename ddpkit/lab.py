@@ -143,9 +143,14 @@ def read_labs(folder: Traversable) -> tuple[Lab, ...]:
     """The labs below `folder`; see `labs`."""
     found = sorted((f for f in folder.iterdir() if f.joinpath(LAB).is_file()), key=lambda f: f.name)
     return tuple(
-        parse(f.name, f.joinpath(LAB).read_text(encoding="utf-8"), f.joinpath(PROGRAM).read_text(encoding="utf-8"))
-        for f in found
+        parse(f.name, f.joinpath(LAB).read_text(encoding="utf-8"), read_program(f.joinpath(PROGRAM))) for f in found
     )
+
+
+def read_program(file: Traversable) -> str:
+    """A program as a reader meets it: below the sentence that opens its file, which may say what is wrong with it."""
+    source = file.read_text(encoding="utf-8")
+    return source.split('"""', 2)[2].lstrip("\n") if source.startswith('"""') else source
 
 
 def parse(name: str, source: str, program: str) -> Lab:

@@ -55,8 +55,9 @@ def launch(
         backend: "gloo" or "nccl" for `ddpkit.rank.setup()`; None takes nccl where each rank has a GPU of its own.
         env: environment variables to add; None as a value takes one away.
         timeout: seconds after which the job is ended, with every rank's stack in the run; None lets it run.
-        stall: seconds without output or report after which the ranks' stacks are gathered and shown.
-        stop_on_stall: end the job at the first stall (state "hung"); a rank that computes is waited for five times as long.
+        stall: seconds without output, report or new collective after which the ranks' stacks are gathered and shown.
+        stop_on_stall: end the job at the first stall (state "hung"); after five times as long where a rank still computes,
+            or has failed and is on its way out.
         warm: fork the job from a process that has torch imported already; False starts every process anew. `run.warm` tells.
         wait: False returns at once with a live `Run` (`.wait()`, `.stop()`).
         check: raise `JobFailed` unless the job passes.
@@ -121,7 +122,7 @@ def start(
         Start(
             command,
             env | _torchrun_settings(folder),
-            "" if options.warm else "warm=False",
+            _cold_because(target, options, env),
             target.imports_from(folder),
             target.variables(),
             _base_environment(),
@@ -188,6 +189,15 @@ def _base_environment() -> dict[str, str]:
     if "matplotlib_inline" in env.get("MPLBACKEND", ""):
         del env["MPLBACKEND"]
     return env
+
+
+def _cold_because(target: Target, options: Options, env: Mapping[str, str]) -> str:
+    """Why this job must not start warm, "" where it may."""
+    if not options.warm:
+        return "warm=False"
+    if target.orders_by_hash(env):
+        return "it goes through a set or asks for a hash, and forks would all do so in the same order"
+    return ""
 
 
 def _environment(target: Target, options: Options) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""What each rank last did that counts as progress: output, a collective, a report. Being busy does not count: a wait for
-a peer and an endless loop can both keep a core or a GPU at work."""
+"""What each rank last did that counts as progress: output, a collective, a send or receive, a report. Being busy does not
+count: a wait for a peer and an endless loop can both keep a core or a GPU at work."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ class Heard:
     """One rank's last sign of progress, on the monotonic clock; `used` has when its process had used how much CPU, lately."""
 
     at: float
-    reports: int = 0
+    signs: object = None
     collectives: object = None
     asked: float = 0.0
     used: deque[tuple[float, float]] = field(default_factory=deque)
@@ -37,6 +38,9 @@ class Progress:
 
     def __init__(self) -> None:
         self._heard: dict[tuple[int, int], Heard] = {}
+        self._ended: tuple[tuple[bool, int | None], ...] = ()
+        self._ended_at = -math.inf
+        self._children: dict[tuple[int, int], tuple[list[int], float, float]] = {}
 
     def spoke(self, attempt: int, rank: int) -> None:
         """The rank has written a line."""
@@ -45,17 +49,21 @@ class Progress:
     def update(self, ranks: Sequence[Rank]) -> None:
         """Look for reports and new collectives of the ranks that run, and at what they have computed."""
         now = time.monotonic()
+        ended = tuple((rank.failure is not None, rank.exitcode) for rank in ranks)
+        if ended != self._ended:
+            self._ended, self._ended_at = ended, now
         for rank in ranks:
             if rank.exitcode is not None or not rank.pid:
                 continue
             heard = self._of(rank.attempt, rank.rank)
-            reports, collectives = _size(rank.folder / wire.REPORTS), _joined(rank)
+            signs, collectives = _signs(rank), _joined(rank)
             # The first count that a rank tells is where the counting starts.
-            if reports != heard.reports or (heard.collectives is not None and collectives != heard.collectives):
+            if signs != heard.signs or (heard.collectives is not None and collectives != heard.collectives):
                 heard.at = now
-            heard.reports, heard.collectives = reports, collectives
+            heard.signs, heard.collectives = signs, collectives
             heard.used.append((now, _cpu_s(rank.pid)))
-            while now - heard.used[0][0] > LATELY_S:
+            # A look at ranks that do not answer takes longer than that: two points are kept, or nothing could be said.
+            while len(heard.used) > 2 and now - heard.used[0][0] > LATELY_S:
                 heard.used.popleft()
             if now - max(heard.at, heard.asked) > ASK_AFTER_S:
                 heard.asked = now
@@ -73,18 +81,45 @@ class Progress:
         (began, before_s), (now, now_s) = used[0], used[-1]
         return max(0.0, now_s - before_s) / (now - began)
 
+    def children_busy(self, rank: Rank) -> float:
+        """The share of one core that this rank's child processes, its loader's workers, have used since the last such
+        question; infinite at the first, and where others have taken their place, as a compiler's programs do."""
+        try:
+            children = [child.pid for child in psutil.Process(rank.pid).children(recursive=True)]
+        except psutil.Error:
+            return 0.0
+        now, used_s = time.monotonic(), sum(map(_cpu_s, children))
+        known, before, before_s = self._children.get((rank.attempt, rank.rank), ([], now, used_s))
+        self._children[rank.attempt, rank.rank] = children, now, used_s
+        if not children:
+            return 0.0
+        return max(0.0, used_s - before_s) / (now - before) if children == known and now > before else math.inf
+
     def job_silent_s(self, ranks: Sequence[Rank]) -> float:
-        """Seconds since any rank that runs made progress; 0 where none runs."""
-        return min((self.silent_s(r) for r in ranks if r.exitcode is None and r.pid), default=0.0)
+        """Seconds since any rank that runs made progress, or any rank failed or ended; 0 where none runs."""
+        silent_s = (self.silent_s(r) for r in ranks if r.exitcode is None and r.pid)
+        return (
+            min((*silent_s, time.monotonic() - self._ended_at))
+            if any(r.exitcode is None and r.pid for r in ranks)
+            else 0.0
+        )
 
     def _of(self, attempt: int, rank: int) -> Heard:
         return self._heard.setdefault((attempt, rank), Heard(time.monotonic()))
 
 
 def _joined(rank: Rank) -> object:
-    """How many collectives the rank has begun and ended, as last told; None where it has told nothing."""
+    """How many collectives the rank has begun and ended, and sends and receives, as last told; None where it has told
+    nothing."""
     told = wire.read_record(rank.folder / wire.PROGRESS)
-    return (told.get("enqueued"), told.get("completed")) if told else None
+    return [told.get(counted) for counted in ("enqueued", "completed", "exchanges")] if told else None
+
+
+def _signs(rank: Rank) -> object:
+    """What it has reported, whether it has come to its process group and that has come up, and whether its script has come
+    to its end."""
+    come, up = ((rank.folder / name).exists() for name in (wire.JOINING, wire.ASK))
+    return _size(rank.folder / wire.REPORTS), come, up, rank.finished_ns
 
 
 def _cpu_s(pid: int) -> float:

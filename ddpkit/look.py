@@ -28,6 +28,11 @@ from .records import Rank, sources
 WITHIN_S = 1.2
 SPY_WITHIN_S = 2.5
 MOST_WORKERS = 8
+# Functions of torch.distributed by their argument for the other rank, and for the one rank of a collective that differs.
+_COLLECTIVES = "distributed_c10d.py"
+_PEERS = {"send": "dst", "recv": "src"}
+_ROOTS = dict.fromkeys(("broadcast", "broadcast_object_list", "scatter", "scatter_object_list"), "src")
+_ROOTS |= dict.fromkeys(("reduce", "gather", "gather_object"), "dst")
 _IN_LOADER = f"torch{os.sep}utils{os.sep}data{os.sep}dataloader.py"
 
 
@@ -43,7 +48,7 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
     for rank in living:
         # Where nothing was seen, what an earlier look saw in this standstill still stands.
         if threads := spied.get(rank.pid or 0):
-            _write(rank.folder / wire.STACK, "\n".join(threads))
+            _write(rank.folder / wire.STACK, "\n".join(_as_faulthandler_writes(thread) for thread in threads))
     unseen = [rank for rank in awake if rank.pid not in spied]
     gather_stacks([rank for rank in unseen if not rank.joining or (rank.folder / wire.ASK).exists()])
     gather_collectives(awake)
@@ -52,6 +57,7 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
         _write(path, with_sources(_text(path), sources(rank.folder.parents[2])))
     on_gpu = machine.device_busy([rank.pid or 0 for rank in living])
     for rank in living:
+        children = [_state(child) for child in _children_in_a_loader(rank)]
         record = {
             "at_ns": time.time_ns(),
             "why": why,
@@ -61,18 +67,26 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
             "silent_s": round(silent_s.get(rank.rank, 0.0), 1),
             "rss_mib": _rss_mib(rank.pid or 0),
             "workers": list(_workers_of(rank).items()),
+            "peer": _named_in(spied.get(rank.pid or 0, []), _PEERS),
+            "root": _named_in(spied.get(rank.pid or 0, []), _ROOTS),
+            "dead_workers": children.count(psutil.STATUS_ZOMBIE),
+            "stopped_workers": children.count(psutil.STATUS_STOPPED),
         }
         with contextlib.suppress(OSError):
             wire.write_record(rank.folder / wire.LOOK, record)
 
 
 def withdraw(ranks: Sequence[Rank]) -> None:
-    """These ranks went on: what was found while nothing moved is no evidence of anything any more."""
+    """These ranks went on: what was found while nothing moved is no evidence of anything any more.
+
+    What a rank has written down of itself since, at its end, stays.
+    """
     for rank in ranks:
+        written_ns, looked_ns = (_written_ns(rank.folder / name) for name in (wire.COLLECTIVES, wire.LOOK))
+        if rank.exitcode is None and written_ns <= looked_ns:
+            (rank.folder / wire.COLLECTIVES).unlink(missing_ok=True)
         (rank.folder / wire.LOOK).unlink(missing_ok=True)
         _write(rank.folder / wire.STACK, "")
-        if rank.exitcode is None:
-            (rank.folder / wire.COLLECTIVES).unlink(missing_ok=True)
 
 
 def ask(rank: Rank, question: bytes) -> bool:
@@ -119,13 +133,16 @@ def gather_collectives(ranks: Sequence[Rank]) -> None:
         time.sleep(0.01)
 
 
-def spied_threads(pids: Sequence[int]) -> dict[int, list[str]]:
-    """The stacks of each process as py-spy reads them from outside, in faulthandler's form, the main thread's first; a
-    process that may not be read is left out."""
+Thread = Mapping[str, Any]
+
+
+def spied_threads(pids: Sequence[int]) -> dict[int, list[Thread]]:
+    """The threads of each process as py-spy reads them from outside, the main one first; a process that may not be read is
+    left out."""
     spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
     spying = {}
     for pid in pids:
-        command = [spy, "dump", "--json", "--nonblocking", "--pid", str(pid)]
+        command = [spy, "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
         with contextlib.suppress(OSError):
             spying[pid] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -136,14 +153,29 @@ def spied_threads(pids: Sequence[int]) -> dict[int, list[str]]:
             answer, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
             threads = [t for t in json.loads(answer) if not str(t["thread_name"]).startswith("ddpkit")]
             threads.sort(key=lambda thread: thread["os_thread_id"] != pid)
-            found[pid] = [_as_faulthandler_writes(thread) for thread in threads]
+            # Of a process that runs on meanwhile, py-spy may have read nothing, or a stack that is cut off.
+            if threads and [frame["name"] for frame in threads[0]["frames"][-1:]] == ["<module>"]:
+                found[pid] = threads
         except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
             process.kill()
             process.communicate()
     return found
 
 
-def _as_faulthandler_writes(thread: Mapping[str, Any]) -> str:
+def _named_in(threads: Sequence[Thread], arguments: Mapping[str, str]) -> int | None:
+    """The rank that a function of torch.distributed was called with, as the argument that `arguments` has for it; None where
+    none of them runs, or where it takes whoever comes."""
+    for thread in threads:
+        inside = [f for f in thread["frames"] if f["name"] in arguments and Path(f["filename"]).name == _COLLECTIVES]
+        if inside:
+            called = inside[-1]
+            known = {local["name"]: str(local["repr"]) for local in called["locals"] or ()}
+            named = known.get(arguments[called["name"]], "")
+            return int(named) if named.isdigit() else None
+    return None
+
+
+def _as_faulthandler_writes(thread: Thread) -> str:
     lines = [f'  File "{f["filename"]}", line {f["line"]} in {f["name"]}' for f in thread["frames"]]
     return "\n".join([f"Thread {thread['thread_name'] or thread['thread_id']} (most recent call first):", *lines, ""])
 
@@ -156,15 +188,18 @@ def _write(path: Path, text: str) -> None:
 
 def _workers_of(rank: Rank) -> dict[int, str]:
     """The stacks of the DataLoader workers that this rank waits for; empty where it does not wait in a loader."""
-    if _IN_LOADER not in _text(rank.folder / wire.STACK):
-        return {}
-    try:
-        children = psutil.Process(rank.pid).children(recursive=True)
-    except psutil.Error:
-        return {}
-    spied = spied_threads([child.pid for child in children][:MOST_WORKERS])
+    spied = spied_threads(_children_in_a_loader(rank)[:MOST_WORKERS])
     cells = sources(rank.folder.parents[2])
-    return {pid: with_sources(threads[0], cells) for pid, threads in spied.items() if threads}
+    return {pid: with_sources(_as_faulthandler_writes(threads[0]), cells) for pid, threads in spied.items() if threads}
+
+
+def _children_in_a_loader(rank: Rank) -> list[int]:
+    if _IN_LOADER not in _text(rank.folder / wire.STACK):
+        return []
+    try:
+        return [child.pid for child in psutil.Process(rank.pid).children(recursive=True)]
+    except psutil.Error:
+        return []
 
 
 def _state(pid: int) -> str:

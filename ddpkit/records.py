@@ -10,7 +10,7 @@ from typing import Any
 
 from . import wire
 from .collectives import Collective, read_collectives
-from .frames import Frame, stack_frames
+from .frames import Frame, stack_frames, training_frames
 from .stable import shortened, stable
 
 
@@ -48,8 +48,10 @@ class Look:
     """How a rank was found when nothing moved, while it lived; `why` is what made ddpkit look: "stall", "timeout", "failure".
 
     `state` is the system's word (running, sleeping, stopped, ...), `busy` the share of a core it used lately, `gpu_busy`
-    that of its GPU (None without one), `silent_s` the seconds since its last progress, `workers` the stacks of its
-    DataLoader workers by pid.
+    that of its GPU (None without one), `silent_s` the seconds since its last progress. `workers` are the stacks of its
+    DataLoader workers by pid, `dead_workers` and `stopped_workers` how many have died and how many are stopped; `peer` is the
+    rank that a blocking send or receive waits for, `root` the rank that it takes for the source or destination of the
+    collective it is in.
     """
 
     at_ns: int
@@ -60,6 +62,10 @@ class Look:
     rss_mib: float | None
     workers: tuple[tuple[int, str], ...]
     gpu_busy: float | None = None
+    peer: int | None = None
+    root: int | None = None
+    dead_workers: int = 0
+    stopped_workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,9 +85,10 @@ class Rank:
     """One rank in one attempt, as recorded; a field is None where nothing was written down.
 
     `exitcode` is -9 for a death by SIGKILL, as with `subprocess`; `signal` then names it. `told` is the signal that
-    torchrun or ddpkit sent to end it, `oom` the kernel's word where it killed the rank for want of memory, `finished_ns`
-    when its script came to its end, `peak_rss_mib` the system's own figure for its process. `words` and `role` (passed,
-    culprit, own, consequence, unknown) come from the verdict.
+    torchrun or ddpkit sent to end it, `oom` the kernel's word where it killed the rank for want of memory,
+    `finished_ns` when its script came to its end, `left_at` the line of the `sys.exit` by which it did so,
+    `peak_rss_mib` the system's own figure for its process. `words` and `role` (passed, culprit, own, consequence,
+    unknown) come from the verdict.
     """
 
     rank: int
@@ -91,6 +98,7 @@ class Rank:
     log_folder: Path | None
     started_ns: int | None = None
     finished_ns: int | None = None
+    left_at: Frame | None = None
     ended_ns: int | None = None
     pid: int | None = None
     stack_signal: int | None = None
@@ -127,6 +135,11 @@ class Rank:
         """The Python stack of every thread as last asked for while the rank ran, or as it crashed; "" if never."""
         return _text(self.folder / wire.STACK) or _text(self.folder / wire.CRASH)
 
+    @property
+    def training_frames(self) -> list[Frame]:
+        """Where its threads were in torch.distributed or in a backward, by the stack: the user's line of each."""
+        return training_frames(self.stack, sources(self.folder.parents[2]))
+
     @cached_property
     def stack_frames(self) -> list[Frame]:
         """The frames of the rank's main thread in `stack`, innermost first, with source lines where they are known."""
@@ -158,6 +171,17 @@ class Rank:
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives that this rank joined, oldest first, as last recorded: at a stall, a failure, or its end."""
         return read_collectives(self.folder / wire.COLLECTIVES)
+
+    @cached_property
+    def requested(self) -> tuple[int, ...]:
+        """The ranks with which this one was in a send or receive, or had begun one and not waited for it; recorded with
+        `collectives`."""
+        return tuple((wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("requested", ()))
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The global ranks of each process group that this rank is in; recorded with `collectives`."""
+        return tuple(map(tuple, (wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("groups", ())))
 
     @property
     def collective(self) -> Collective | None:
@@ -217,6 +241,8 @@ def _read_rank(folder: Path, own: Path) -> Rank:
     attempt, rank = _number(own.parent), _number(own)
     local_rank = started.get("local_rank", rank)
     # Without an exit record the keeper itself was killed; a failure record of its rank still stands.
+    finished = wire.read_record(own / wire.FINISHED) or {}
+    left_at = finished.get("left_at")
     failed = wire.read_record(own / wire.FAILURE) if ended.get("exitcode", 1) != 0 else None
     return Rank(
         rank=rank,
@@ -225,7 +251,8 @@ def _read_rank(folder: Path, own: Path) -> Rank:
         folder=own,
         log_folder=log_folder(folder, attempt, local_rank),
         started_ns=started.get("at_ns"),
-        finished_ns=(wire.read_record(own / wire.FINISHED) or {}).get("at_ns"),
+        finished_ns=finished.get("at_ns"),
+        left_at=Frame(**left_at) if left_at else None,
         ended_ns=ended.get("at_ns"),
         pid=started.get("pid"),
         stack_signal=started.get("stack_signal"),

@@ -320,6 +320,11 @@ class Run:
         records = read_attempts(self.folder)
         ending = self._read_ending()
         verdict = judge(records[-1] if records else (), ending)
+        if len(records) > 1 and verdict.sentence:
+            # What follows a restart may be torch's own doing; why there was one is what the reader can mend.
+            began = judge(records[0], Ending(agent_exitcode=1)).sentence
+            if began != verdict.sentence:
+                verdict = replace(verdict, sentence=f"{verdict.sentence} Before, in attempt 1: {began}")
         return {"records": records, "ending": ending, "verdict": verdict, "notes": self._read_notes(records)}
 
     @property

@@ -1,10 +1,11 @@
-"""Takes out of a text what differs between two runs of the same job: ports, pids, addresses, the run folder's path."""
+"""Takes out of a text what differs between two runs of the same job, ports, pids, addresses, paths, and its colours."""
 
 from __future__ import annotations
 
 import re
 
 _VARYING = (
+    (re.compile(r"\x1b\[[\d;]*m"), ""),
     (re.compile(r"\[(127\.0\.0\.1|localhost|[0-9a-fA-F:.]+)\]:\d+"), r"[\1]:PORT"),
     (re.compile(r"\((localhost|127\.0\.0\.1), \d+\)"), r"(\1, PORT)"),
     (re.compile(r"\b(localhost|127\.0\.0\.1):\d+"), r"\1:PORT"),
@@ -21,6 +22,7 @@ _VARYING = (
     (re.compile(r"\[/__w/\S*?/third_party/"), "["),
     (re.compile(r"<ipython-input-[^>]*>"), "the cell"),
 )
+_ANNOUNCES = re.compile(r"terminated with the following error:$|^Caught \w+ in \w+ worker process \d+\.$")
 
 
 def stable(text: str) -> str:
@@ -31,9 +33,14 @@ def stable(text: str) -> str:
 
 
 def shortened(text: str, length: int = 160) -> str:
-    """The first line of `text`, at most `length` characters, cut between words."""
+    """The first line of `text`, at most `length` characters, cut between words; with the last one where it only announces
+    what a child process raised, with the second where it only opens a list."""
     lines = text.strip().splitlines()
     first = lines[0].strip() if lines else ""
+    if _ANNOUNCES.search(first) and len(lines) > 1:
+        first = f"{first} {lines[-1].strip()}"
+    elif first.endswith(":") and len(lines) > 1:
+        first = f"{first} {lines[1].strip()}"
     if len(first) <= length:
         return first
     cut = first[: length - 1]

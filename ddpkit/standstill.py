@@ -9,137 +9,19 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
-from . import wire
-from .collectives import Collective, Parting, drift, mismatch
-from .frames import Frame, stack_frames
+from .collectives import Collective, outvoted, parting, strayed
+from .finding import Finding, against_most, ranks_said, undecided, verb
+from .frames import stack_frames
+from .joining import making_a_group, of_another_size, while_joining
+from .mismatch import parted_at
 from .records import Rank
+from .standing import STORE, Standing, at_line, each, instead, is_in, same_line, standings
 
-Kind = Literal["left", "late", "stopped", "waiting", "joining", "loading", "busy", "idle", "unknown"]
-
-# With more ranks than cores each gets a part of one; a rank that sleeps or polls uses next to nothing.
-BUSY_FROM = 0.15
-_REFERENCE = re.compile(r"appears not to match (sizes|strides) of the same param in process 0")
-# Where a program meets a collective that it began earlier; on a GPU that is at any look at a value.
-_AWAITING = re.compile(r"\.(wait|synchronize|item|tolist|cpu|numpy)\(")
-_WATCHDOG = re.compile(
-    r"(?:PG (?:ID|GUID) (?P<group>\d+).*?)?Watchdog caught collective operation timeout: "
-    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)"
-)
-_NAMED = re.compile(r"\bRanks? (\d[\d, ]*) failed to pass monitoredBarrier")
-_JOINING = re.compile(r"\b(init_process_group|rendezvous|_store_based_barrier|_create_c10d_store)\b")
-_LOADING = re.compile(r"torch.utils.data.dataloader\.py")
-_WAITING = re.compile(r"torch.distributed.(distributed_c10d|nn|_functional_collectives)")
+_NAMED = re.compile(r"(?:\[Rank (\d+)\]: )?Ranks? (\d[\d, ]*) failed to pass monitoredBarrier")
 _WORKERS_OWN = "_worker_loop"
-_BACKWARD = "_engine_run_backward"
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where one rank stands: in which way, at which of the user's own lines, and in which collective if it waits in one."""
-
-    rank: Rank
-    kind: Kind
-    place: Frame | None = None
-    collective: Collective | None = None
-
-    @property
-    def words(self) -> str:
-        """`waits in all_reduce #9`, `idle at line 40: time.sleep(60)`."""
-        at = f" at {self.place.text}" if self.place else ""
-        if self.kind == "waiting":
-            return f"waits in {self.collective.name}" if self.collective else f"waits{at}"
-        said: dict[Kind, str] = {
-            "left": "has left",
-            "late": "came only after that",
-            "stopped": f"is stopped (SIGSTOP){at}",
-            "joining": "waits for the others to join",
-            "loading": f"waits for its DataLoader worker{at}",
-            "busy": f"computes{at}",
-            "idle": f"sits{at}",
-        }
-        return said.get(self.kind, "is somewhere unknown")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Who holds the job up: ranks, empty where the evidence does not say. `kind` is one of the verdict's kinds."""
-
-    ranks: tuple[int, ...]
-    sentence: str
-    kind: str
-
-
-def standings(ranks: Sequence[Rank], at_ns: int | None = None) -> dict[int, Standing]:
-    """Where each rank stands, by rank; or where it stood at `at_ns`, when the first wait was given up."""
-    return {rank.rank: standing(rank, at_ns) for rank in ranks}
-
-
-def standing(rank: Rank, at_ns: int | None = None) -> Standing:
-    """Where this rank stands; for one that has ended, where it stood when it failed."""
-    waiting = next((c for c in rank.collectives if not c.done), None)
-    if at_ns and any(c.at_ns > at_ns for c in rank.collectives):
-        return Standing(rank, "late")
-    if rank.exitcode == 0:
-        return Standing(rank, "left", collective=waiting)
-    if rank.failure is not None:
-        return Standing(rank, "waiting" if _joined(rank) else "joining", rank.failure.where, waiting or _given_up(rank))
-    if rank.look is None:
-        return Standing(rank, "unknown")
-    frames, place = rank.stack_frames, rank.at
-    if rank.look.state == "stopped":
-        return Standing(rank, "stopped", place, waiting)
-    # The stack says what the rank itself does; a collective that runs beside it holds nobody up.
-    if rank.joining and not _joined(rank) and (not frames or any(_JOINING.search(f.function) for f in frames)):
-        return Standing(rank, "joining", place or rank.joining.where)
-    inner = list(itertools.takewhile(lambda frame: not frame.own, frames))
-    if any(_LOADING.search(f.file) for f in inner):
-        return Standing(rank, "loading", place, waiting)
-    if any(_WAITING.search(f.file) for f in inner) or _waits_unseen(rank, inner, place, waiting):
-        return Standing(rank, "waiting", place, waiting)
-    if not frames:
-        return Standing(rank, "unknown")
-    # A GPU that computes while no collective is open computes for this rank; an open one keeps it busy by waiting.
-    on_gpu = 0.0 if waiting else rank.look.gpu_busy or 0.0
-    return Standing(rank, "busy" if max(rank.look.busy, on_gpu) >= BUSY_FROM else "idle", place, waiting)
-
-
-def _waits_unseen(rank: Rank, inner: Sequence[Frame], place: Frame | None, waiting: Collective | None) -> bool:
-    """Whether a rank waits whose innermost call is none of torch.distributed's: in backward, at a look at a value.
-
-    Backward may also compute. Where the collectives are known, one must be open; where they are not, the rank must be idle.
-    """
-    in_backward = any(f.function == _BACKWARD for f in inner)
-    if waiting is None:
-        return in_backward and not rank.collectives and rank.look is not None and rank.look.busy < BUSY_FROM
-    if place is None:
-        return True
-    return in_backward or _same_line(waiting.where, place) or bool(_AWAITING.search(place.source))
-
-
-def _same_line(one: Frame | None, other: Frame | None) -> bool:
-    return one is not None and other is not None and (one.file, one.line) == (other.file, other.line)
-
-
-def _given_up(rank: Rank) -> Collective | None:
-    """The collective that this rank waited in when it failed. One that was given up counts as done; of one that NCCL's
-    watchdog gave up, only the process's last words tell."""
-    failed = rank.failure.where if rank.failure else None
-    last = rank.collectives[-1] if rank.collectives else None
-    if last and _same_line(last.where, failed):
-        return last
-    said = _WATCHDOG.search(rank.stderr[-20_000:])
-    if said is None:
-        return None
-    op, group = said["op"].lower(), said["group"] or "0"
-    return Collective(int(said["seq"]), op, group, "default_pg" if group == "0" else "", (), (), (), 0, False, failed)
-
-
-def _joined(rank: Rank) -> bool:
-    """Whether this rank's process group came up: only then it can have answered for its collectives."""
-    return bool(rank.collectives) or rank.joining is None or (rank.folder / wire.ASK).exists()
+_MAKES_STORE = re.compile(r"\bTCPStore\(")
 
 
 def find(ranks: Sequence[Rank], live: bool = False, at_ns: int | None = None) -> Finding | None:
@@ -153,193 +35,222 @@ def find(ranks: Sequence[Rank], live: bool = False, at_ns: int | None = None) ->
     stopped = [s for s in at.values() if s.kind == "stopped"]
     if stopped:
         return _blamed(stopped, at, "stopped_process")
-    if named := _named_by_a_barrier(ranks):
-        first = at[named[0]]
-        does = "" if first.kind == "unknown" else f"; {_does(first, named)}"
-        return Finding(named, f"{ranks_said(named)} never came to a monitored barrier{does}.", "never_joined")
-    joining = [s for s in at.values() if s.kind == "joining"]
-    if joining:
-        return _while_joining(joining, at, live)
-    histories = {rank.rank: rank.collectives for rank in ranks if rank.collectives}
-    waiting = {n: s for n, s in at.items() if s.kind == "waiting"}
-    parted = mismatch(histories) if len(histories) > 1 else None
-    if parted and waiting:
-        return _parted(parted, "mismatch")
-    strayed = drift(histories) if len(histories) > 1 else None
-    if strayed and waiting:
-        return _parted(strayed, "mismatch")
-    if waiting:
-        return _among_waiting(waiting, at, live, at_ns)
-    return _nobody_waits(at)
+    if missed := _named_by_a_barrier(ranks):
+        named, group = missed
+        return _missed_a_barrier(named, {n: at[n] for n in group})
+    joining = [s for s in at.values() if s.kind == "joining"] or _at_a_store(at)
+    # A few that join once more have left a group in which the others still are.
+    if joining and not (len(joining) * 2 <= len(at) and any(s.rank.collectives for s in joining)):
+        return while_joining(joining, {**at, **{s.rank.rank: s for s in joining}}, live)
+    waiting = {n: s for n, s in at.items() if s.kind == "waiting"} or _that_poll(at)
+    if not waiting:
+        return _nobody_waits(at)
+    at = {**at, **waiting}
+    if parted := parting({rank.rank: rank.collectives for rank in ranks}):
+        return parted_at(parted)
+    if len(waiting) == len(at) and (roots := _roots(waiting)):
+        return _other_root(roots, waiting)
+    if len(waiting) == len(at) and (found := making_a_group(waiting)):
+        return found
+    return _among_waiting(waiting, at, live, at_ns)
 
 
-def _named_by_a_barrier(ranks: Sequence[Rank]) -> tuple[int, ...]:
-    """The ranks that `monitored_barrier` itself says were missing."""
-    said = (_NAMED.search(rank.failure.message) for rank in ranks if rank.failure)
-    numbers = {int(n) for found in said if found for n in found[1].replace(",", " ").split()}
-    return tuple(sorted(numbers & {rank.rank for rank in ranks}))
+def _at_a_store(at: Mapping[int, Standing]) -> list[Standing]:
+    """The ranks that make a store, which waits in C++ for those that are to meet there."""
+    return [
+        replace(s, kind="joining")
+        for s in at.values()
+        if s.kind == "idle" and s.place and _MAKES_STORE.search(s.place.source)
+    ]
 
 
-def _does(first: Standing, ranks: Sequence[int]) -> str:
-    """What the ranks at fault do instead; the first speaks for all."""
-    if first.kind == "left":
-        return f"{'it' if len(ranks) == 1 else 'they'} left early with exit code 0"
-    return f"{'it' if len(ranks) == 1 else f'rank {first.rank.rank}'} {first.words}"
+def _that_poll(at: Mapping[int, Standing]) -> dict[int, Standing]:
+    """The idle ranks with a collective open that others have not joined: they ask for its end from time to time."""
+    polling = {n: replace(s, kind="waiting") for n, s in at.items() if s.kind == "idle" and s.collective}
+    return {n: s for n, s in polling.items() if _missing_in(s, at, None)}
+
+
+def _named_by_a_barrier(ranks: Sequence[Rank]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The ranks that `monitored_barrier` itself says were missing, and all of its group: it counts ranks within that."""
+    everyone = tuple(rank.rank for rank in ranks)
+    for rank in ranks:
+        found = _NAMED.search(rank.failure.message) if rank.failure else None
+        if rank.failure is None or found is None:
+            continue
+        where = rank.failure.where
+        groups = rank.groups if where and "group=" in where.source else (everyone,)
+        fitting = {g for g in groups if found[1] is None or (int(found[1]) < len(g) and g[int(found[1])] == rank.rank)}
+        if len(fitting) > 1:
+            # The default group would have been called without being named.
+            fitting -= {everyone}
+        numbers = [int(n) for n in found[2].replace(",", " ").split()]
+        if len(fitting) == 1 and max(numbers) < len(group := fitting.pop()) and set(group) <= set(everyone):
+            return tuple(sorted(group[n] for n in numbers)), group
+    return None
+
+
+def _missed_a_barrier(named: tuple[int, ...], at: Mapping[int, Standing]) -> Finding:
+    """Ranks that never came to a monitored barrier; ones that wait elsewhere may be right, and the barrier one too many."""
+    there = [n for n, s in at.items() if is_in(s, "monitored_barrier")]
+    elsewhere = [n for n in at if n not in there]
+    first = at[named[0]]
+    barrier = f"the monitored barrier{at_line(at[there[0]])}" if there else "a monitored barrier"
+    does = "" if first.kind == "unknown" else f"; {instead(first, named)}"
+    said = f"{ranks_said(named)} never came to {barrier}{does}"
+    if not any(at[number].kind == "waiting" for number in named):
+        return Finding(named, f"{said}.", "never_joined")
+    together = len({(at[n].words, at[n].place) for n in elsewhere}) == 1
+    if there and together and len(elsewhere) > len(there):
+        waited = f"{ranks_said(there)} waited in {barrier} to which nobody else came"
+        return Finding(tuple(there), f"{waited}; each of the others {first.words}{at_line(first)}.", "mismatch")
+    if len(there) > len(elsewhere):
+        return Finding(tuple(elsewhere), f"{said}{at_line(first)}.", "mismatch")
+    return undecided(f"{said}{at_line(first)}.", "mismatch")
 
 
 def _among_waiting(
     waiting: Mapping[int, Standing], at: Mapping[int, Standing], live: bool, at_ns: int | None
 ) -> Finding:
-    """Some ranks wait in collectives: whoever has not joined them, and does not wait itself, holds them up."""
-    blamed: dict[int, Standing] = {}
-    for waiter in waiting.values():
-        for number in _missing_in(waiter, at, at_ns):
-            missing = at[number]
-            known = missing.kind != "unknown" or missing.rank.collectives
-            if missing.kind != "waiting" and known:
-                blamed[number] = missing
-    if not blamed:
-        said = "; ".join(f"rank {n} {s.words}{_from(s)}" for n, s in sorted(waiting.items()))
-        return Finding(
-            (), f"All ranks wait for each other: {said}. Who is at fault cannot be told from this.", "all_waiting"
-        )
-    ranks = sorted(blamed)
-    if len(ranks) > len(waiting) and all(s.kind == "left" for s in blamed.values()):
+    """Some ranks wait: whoever has not joined what they wait for, and does not wait itself, holds them up."""
+    held_up = _held_up(waiting, at, at_ns)
+    if not held_up:
+        return _nobody_is_missing(waiting, at)
+    ranks = sorted({number for missing in held_up.values() for number in missing})
+    first = at[ranks[0]]
+    came_to_their_end = all(at[n].kind == "left" and not at[n].rank.left_at for n in ranks)
+    if len(ranks) > len(waiting) and came_to_their_end:
         return _waits_alone(waiting, ranks)
-    waiter = min(waiting.values(), key=lambda s: s.rank.rank)
-    what = _whom_it_waits_for(waiter)
+    # The wait in which nobody else is missing, rather than one that only follows from it.
+    nearest = min(held_up, key=lambda n: (len(_missing_in(waiting[n], at, at_ns)), n))
+    what = _whom_it_waits_for(waiting[nearest])
+    if first.kind == "left" and all(_lost_a_store(s) for s in waiting.values()):
+        lost = f"{ranks_said(sorted(waiting))} lost a store{at_line(waiting[nearest])}"
+        return Finding(tuple(ranks), f"{lost}; {ranks_said(ranks).lower()} had left with exit code 0.", "left_early")
     joined = "has not joined" if live else "never joined"
-    first = blamed[ranks[0]]
-    does = _does(first, ranks)
-    kinds = {"left": "left_early", "loading": "loader_stuck", "late": "straggler"}
+    does = instead(first, ranks)
+    kinds = {"left": "left_early", "loading": _of_a_loader(first), "late": "straggler"}
     kind = kinds.get(first.kind, "never_joined")
     if first.kind == "late":
         joined, does = "came too late to", "the others had given up by then"
-    sentence = f"{ranks_said(ranks)} {joined} {what}; {does}. {_who_waits_there(waiting)}{_worker(first)}"
+    sentence = f"{ranks_said(ranks)} {joined} {what}; {does}. {_who_waits_there(waiting)}{_helper(first)}"
     return Finding(tuple(ranks), sentence, kind)
+
+
+def _held_up(waiting: Mapping[int, Standing], at: Mapping[int, Standing], at_ns: int | None) -> dict[int, list[int]]:
+    """By waiting rank, those that it waits for and that do not wait themselves; only ranks that are held up by such a one."""
+    free = [n for n, s in at.items() if s.kind != "waiting" and (s.kind != "unknown" or s.rank.collectives)]
+    free += [n for n, s in waiting.items() if _has_gone_on(s, waiting)]
+    found = {n: [m for m in _missing_in(s, at, at_ns) if m in free] for n, s in waiting.items()}
+    if any(found.values()):
+        return {n: missing for n, missing in found.items() if missing}
+    # Whom a wait for a send or receive is for, or who sets a key of the store, may not be written down: it can be told only
+    # where nobody else is left.
+    alone = len(waiting) == 1 or all(s.place and STORE.search(s.place.source) for s in waiting.values())
+    return dict.fromkeys(waiting, free) if len(free) == 1 and alone else {}
+
+
+def _has_gone_on(standing: Standing, waiting: Mapping[int, Standing]) -> bool:
+    """Whether this rank waits in a group that was set up anew, while as many or more still are in the one before."""
+    waits_in = [s.collective.setup for s in waiting.values() if s.collective]
+    setup = standing.collective.setup if standing.collective else 0
+    return setup > min(waits_in, default=0) and 2 * waits_in.count(setup) <= len(waits_in)
+
+
+def _lost_a_store(standing: Standing) -> bool:
+    """Whether this rank failed because the process that held a store has ended."""
+    failure = standing.rank.failure
+    return standing.collective is None and failure is not None and failure.type.endswith("DistNetworkError")
+
+
+def _roots(waiting: Mapping[int, Standing]) -> dict[int, int]:
+    """The source or destination that each rank gave to the call at which they all wait; empty where they agree."""
+    roots = {n: s.rank.look.root for n, s in waiting.items() if s.rank.look and s.rank.look.root is not None}
+    first = waiting[min(waiting)].place
+    at_one_line = all(same_line(s.place, first) for s in waiting.values())
+    return roots if at_one_line and len(set(roots.values())) > 1 else {}
+
+
+def _other_root(roots: Mapping[int, int], waiting: Mapping[int, Standing]) -> Finding:
+    """Ranks that wait at one line in a collective from, or to, different ranks."""
+    said = "; ".join(f"rank {n} with rank {root}" for n, root in sorted(roots.items()))
+    where = at_line(waiting[min(waiting)])
+    opening = f"The ranks call one collective with different ranks as its source or destination{where}: {said}."
+    return against_most(roots, opening, "mismatch")
+
+
+def _nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Finding:
+    """Every rank waits, or for whom they wait is not known."""
+    shared = {s.collective.name for s in waiting.values() if s.collective} if len(waiting) == len(at) else set()
+    # Ranks that all gave another size may have meant it: groups of their own.
+    if (asked_amiss := of_another_size(at)) and len(asked_amiss.ranks) < len(at):
+        return asked_amiss
+    if len(shared) == 1 and all(s.collective for s in waiting.values()):
+        every = f"Every rank has joined {_whom_it_waits_for(waiting[min(waiting)])}, and it does not end"
+        return Finding((), f"{every}: what holds it up cannot be told from this.", "stuck")
+    said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(at.items()))
+    known = all(s.collective or _peers(s) for s in waiting.values())
+    who = (
+        "All ranks wait" if len(waiting) == len(at) else ranks_said(sorted(waiting)) + verb(waiting, " waits", " wait")
+    )
+    each_other = len(waiting) == len(at) or (known and len(waiting) > 1)
+    opening = f"{who} for each other" if each_other else f"{who}, for whom cannot be told"
+    in_collectives = each_other and all(s.collective for s in waiting.values())
+    histories = {n: s.rank.collectives for n, s in at.items()} if in_collectives else {}
+    if odd_ones := _odd_among_alike(histories, at):
+        way = "after the same collectives most ranks came to another one"
+        return Finding(odd_ones, f"{opening}: {said}. {ranks_said(odd_ones)} left the common way: {way}.", "mismatch")
+    if found := strayed(histories):
+        odd, before, after = found
+        way = f"from {before.name}{before.from_line} it came to {after.name}{after.from_line}, as nobody else ever did"
+        return Finding((odd,), f"{opening}: {said}. Rank {odd} left the common way: {way}.", "mismatch")
+    return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
+
+
+def _odd_among_alike(histories: Mapping[int, Sequence[Collective]], at: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The ranks that made another call than most, after the same calls, and wait in it, where all ranks have groups of the
+    same sizes: as in a mesh, in which each runs the same program."""
+    alike = len({tuple(sorted(map(len, s.rank.groups))) for s in at.values()}) == 1
+    odd = outvoted(histories) if alike and histories else {}
+    return tuple(odd) if all(at[n].collective is collective for n, collective in odd.items()) else ()
 
 
 def _waits_alone(waiting: Mapping[int, Standing], left: Sequence[int]) -> Finding:
     """Most ranks came to their end without the collective in which a few still wait: the few have one too many."""
     numbers = tuple(sorted(waiting))
     what = _whom_it_waits_for(waiting[numbers[0]])
-    verb = _verb(numbers, "waits", "wait")
-    sentence = f"{ranks_said(numbers)} {verb} in {what}, which no other rank joined: the others left with exit code 0."
-    return Finding(numbers, sentence, "never_joined")
+    in_vain = any(s.rank.failure for s in waiting.values())
+    waits = "waited in vain" if in_vain else verb(numbers, "waits", "wait")
+    sentence = f"{ranks_said(numbers)} {waits} in {what}, which no other rank joined: the others left with exit code 0."
+    return Finding(numbers, sentence, "left_early")
 
 
 def _whom_it_waits_for(waiter: Standing) -> str:
     if waiter.collective:
         return f"{waiter.collective.name}{waiter.collective.from_line}"
-    return f"what rank {waiter.rank.rank} waits for{_from(waiter)}"
+    return f"what rank {waiter.rank.rank} waits for{at_line(waiter)}"
 
 
 def _missing_in(waiter: Standing, at: Mapping[int, Standing], at_ns: int | None) -> list[int]:
-    """The ranks that have not joined the collective `waiter` waits in."""
+    """The ranks that have not joined what `waiter` waits in."""
     wanted = waiter.collective
+    if waiter.pairwise:
+        return [peer for peer in _peers(waiter) if peer in at]
     if wanted is None:
         return [n for n, s in at.items() if s.kind != "waiting"]
     members = wanted.ranks or tuple(at)
     return [n for n in members if n in at and n != waiter.rank.rank and _last_joined(at[n], wanted, at_ns) < wanted.seq]
 
 
+def _peers(waiter: Standing) -> tuple[int, ...]:
+    """The ranks that a wait for a send or receive may be for."""
+    look = waiter.rank.look
+    return waiter.rank.requested if look is None or look.peer is None else (look.peer,)
+
+
 def _last_joined(standing: Standing, wanted: Collective, at_ns: int | None) -> int:
-    joined = [c for c in standing.rank.collectives if c.group == wanted.group and not (at_ns and c.at_ns > at_ns)]
+    known = [c for c in standing.rank.collectives if not (at_ns and c.at_ns > at_ns)]
+    joined = [c for c in known if (c.group, c.setup) == (wanted.group, wanted.setup)]
     return max((c.seq for c in joined), default=0)
-
-
-def _while_joining(joining: Sequence[Standing], at: Mapping[int, Standing], live: bool) -> Finding:
-    """Ranks wait in `init_process_group`: for one that asks elsewhere, for one that never came, or for one too many."""
-    asked = {s.rank.rank: s.rank.joining for s in joining if s.rank.joining}
-    masters = {n: s.rank.master for n, s in at.items() if s.rank.master}
-    astray = [n for n, j in asked.items() if j and j.master and n in masters and j.master != masters[n]]
-    if astray and len(astray) < len(at):
-        where = asked[astray[0]]
-        place = where.master if where else ""
-        vain = "which is not where torchrun has it; the others wait in vain"
-        sentence = f"{ranks_said(astray)} asked for the store at {place}, {vain}."
-        return Finding(tuple(astray), sentence, "init_elsewhere")
-    world_size = max(s.rank.world_size for s in at.values())
-    sizes = {n: j.world_size for n, j in asked.items() if j and j.world_size != world_size}
-    if sizes:
-        size = next(iter(sizes.values()))
-        alike = len(sizes) == len(at)
-        who = "Every rank" if alike else ranks_said(sorted(sizes))
-        sentence = f"{who} asked for a world size of {size}, but torchrun started {world_size} ranks."
-        return Finding(tuple(sorted(sizes)), sentence, "init_waiting")
-    absent = [n for n, s in at.items() if s.kind != "joining"]
-    if absent:
-        first = at[absent[0]]
-        does = _does(first, absent)
-        came = "has not come" if live else "never came"
-        others = f"{ranks_said([s.rank.rank for s in joining])} {_verb(joining, 'waits', 'wait')}"
-        opening = f"{ranks_said(absent)} {came} to init_process_group; {does}."
-        sentence = f"{opening} {others} there{_from(joining[0])}."
-        return Finding(tuple(absent), sentence, "init_waiting")
-    return Finding((), "Every rank waits in init_process_group, and none can be told to be at fault.", "init_waiting")
-
-
-def find_parting(ranks: Sequence[Rank]) -> Finding:
-    """Who met others in another collective, where gloo or torch has said that somebody did.
-
-    A rank that gloo aborts leaves no record of its collectives, only its stack: then the lines must tell.
-    """
-    histories = {rank.rank: rank.collectives for rank in ranks if rank.collectives}
-    parted = mismatch(histories) if len(histories) > 1 else None
-    if parted:
-        return _parted(parted, "mismatch")
-    differing = tuple(r.rank for r in ranks if r.failure and _REFERENCE.search(r.failure.message))
-    if differing:
-        return _against_rank_0(differing, ranks)
-    lines = {r.rank: where for r in ranks if (where := _failed_line(r))}
-    camps: dict[str, list[int]] = {}
-    for rank, where in lines.items():
-        camps.setdefault(where.text, []).append(rank)
-    by_size = sorted(camps.values(), key=len)
-    said = "; ".join(f"rank {n} was at {where.text}" for n, where in sorted(lines.items()))
-    opening = f"The ranks met in different collectives: {said}."
-    if len(by_size) > 1 and len(lines) == len(ranks) and len(by_size[-1]) > len(by_size[-2]):
-        return Finding(tuple(sorted(n for camp in by_size[:-1] for n in camp)), opening, "mismatch")
-    return Finding((), f"{opening} Which of them is wrong cannot be told from this.", "mismatch")
-
-
-def _against_rank_0(differing: tuple[int, ...], ranks: Sequence[Rank]) -> Finding:
-    """DDP holds every rank's parameters against those of rank 0: where all others differ from it, it is the odd one."""
-    said = f"{ranks_said(differing)} {_verb(differing, 'has', 'have')} parameters of another shape than rank 0"
-    if len(ranks) < 3:
-        return Finding((), f"{said}. Which of them is wrong cannot be told from this.", "shapes_differ")
-    odd = (0,) if len(differing) == len(ranks) - 1 else differing
-    return Finding(
-        odd, f"{said}, and {'all others agree' if odd == (0,) else 'the others agree with it'}.", "shapes_differ"
-    )
-
-
-def _failed_line(rank: Rank) -> Frame | None:
-    if rank.failure and rank.failure.where and rank.failure.where.own:
-        return rank.failure.where
-    return rank.at
-
-
-def _parted(parting: Parting, kind: str) -> Finding:
-    """The ranks joined different collectives as the same one."""
-    joined = parting.joined
-    first = min(joined.values(), key=lambda c: c.seq)
-    same_words = len({c.shape_words for c in joined.values()}) == 1
-    said = "; ".join(
-        f"rank {n} {'came to it from' if same_words else f'joined {c.shape_words}'}{_line_of(c, bare=same_words)}"
-        for n, c in sorted(joined.items())
-    )
-    number = f"collective #{first.seq}"
-    if parting.odd:
-        opening = f"{ranks_said(parting.odd)} left the common way at {number}"
-        return Finding(parting.odd, f"{opening}: {said}; {parting.why}.", kind)
-    return Finding((), f"The ranks part at {number}: {said}. Which of them is wrong cannot be told from this.", kind)
-
-
-def _line_of(collective: Collective, bare: bool) -> str:
-    if collective.where is None:
-        return " a line that is not known" if bare else ""
-    return f" {collective.where.text}" if bare else collective.from_line
 
 
 def _nobody_waits(at: Mapping[int, Standing]) -> Finding:
@@ -348,11 +259,15 @@ def _nobody_waits(at: Mapping[int, Standing]) -> Finding:
     if not alive:
         return Finding((), "No rank answers, and what they do cannot be told.", "unknown")
     loading = [s for s in alive.values() if s.kind == "loading"]
-    kind = "loader_stuck" if loading else "busy" if any(s.kind == "busy" for s in alive.values()) else "silent"
-    if len({s.words for s in alive.values()}) == 1 and len(alive) == len(at):
+    others_left = all(s.kind == "left" for n, s in at.items() if n not in alive)
+    kind = (
+        _of_a_loader(loading[0]) if loading else "busy" if any(s.kind == "busy" for s in alive.values()) else "silent"
+    )
+    if len({s.words for s in alive.values()}) == 1 and (len(alive) == len(at) or (len(alive) == 1 and others_left)):
         first = alive[min(alive)]
         who = "Every rank" if len(alive) > 1 else f"Rank {first.rank.rank}"
-        return Finding(tuple(sorted(alive)), f"{who} {first.words}.{_worker(first)}", kind)
+        beside = "; the others have ended" if len(at) > len(alive) else ""
+        return Finding(tuple(sorted(alive)), f"{who} {first.words}{beside}.{_helper(first)}", kind)
     if loading and len(loading) < len(at):
         return _blamed(loading, at, kind)
     said = "; ".join(f"rank {n} {s.words}" for n, s in sorted(alive.items()))
@@ -362,47 +277,44 @@ def _nobody_waits(at: Mapping[int, Standing]) -> Finding:
 def _blamed(blamed: Sequence[Standing], at: Mapping[int, Standing], kind: str) -> Finding:
     by_rank = {s.rank.rank: s for s in blamed}
     waiting = {n: s for n, s in at.items() if s.kind == "waiting"}
-    others = f" {_each(waiting)}" if waiting else ""
-    return Finding(tuple(by_rank), f"{_each(by_rank)}{others}{_worker(blamed[0])}", kind)
+    others = f" {each(waiting)}" if waiting else ""
+    return Finding(tuple(by_rank), f"{each(by_rank)}{others}{_helper(blamed[0])}", kind)
 
 
-def _worker(standing: Standing) -> str:
-    """What the loader's worker does that this rank waits for."""
+def _of_a_loader(waiting: Standing) -> str:
+    """The kind of a wait for a loader's worker: it may have died, which torch notices only every 5 s."""
+    return "loader_dead" if waiting.rank.look and waiting.rank.look.dead_workers else "loader_stuck"
+
+
+def _helper(standing: Standing) -> str:
+    """What the loader's worker does that this rank waits for, or what the thread died of that an idle rank may wait for."""
     look = standing.rank.look
-    for _pid, stack in look.workers if look and standing.kind == "loading" else ():
+    if standing.kind == "idle" and (died_of := _thread_died_of(standing.rank)):
+        return f" A thread of it has died of {died_of}."
+    if look is None or standing.kind != "loading":
+        return ""
+    if look.dead_workers:
+        return " A worker of it has died."
+    for _pid, stack in look.workers:
         # Further out stand the rank's own frames, from before the worker was forked.
         frames = itertools.takewhile(lambda frame: not frame.function.endswith(_WORKERS_OWN), stack_frames(stack, {}))
         if place := next((frame for frame in frames if frame.own), None):
-            return f" The worker is in {place.function}, {place.text}."
+            stopped = "stopped (SIGSTOP) " if look.stopped_workers else ""
+            return f" The worker is {stopped}in {place.function}, {place.text}."
     return ""
+
+
+def _thread_died_of(rank: Rank) -> str:
+    """What Python last said on stderr of a thread that ended by an exception; "" if none did."""
+    _, _, said = rank.stderr.rpartition("Exception in thread ")
+    return next((line for line in said.splitlines()[2:] if line[:1].strip()), "")
 
 
 def _who_waits_there(waiting: Mapping[int, Standing]) -> str:
     """`Rank 0 waits there.`, or who waits where, if not all wait in the same collective."""
     if len({s.collective.name if s.collective else "" for s in waiting.values()}) > 1:
-        return _each(waiting)
+        return each(waiting)
     who = ranks_said(sorted(waiting))
     if any(s.rank.failure for s in waiting.values()):
         return f"{who} waited there in vain."
-    return f"{who} {_verb(waiting, 'waits', 'wait')} there."
-
-
-def _each(standing: Mapping[int, Standing]) -> str:
-    """`Rank 0 waits in all_reduce #9; rank 2 waits at line 12: dist.recv(x).`"""
-    said = "; ".join(f"rank {n} {s.words}" for n, s in sorted(standing.items()))
-    return f"{said[:1].upper()}{said[1:]}."
-
-
-def _from(standing: Standing) -> str:
-    return f" at {standing.place.text}" if standing.place else ""
-
-
-def _verb(who: Sequence[object] | Mapping[int, object], one: str, more: str) -> str:
-    return one if len(who) == 1 else more
-
-
-def ranks_said(numbers: Sequence[int]) -> str:
-    """`Rank 1`, or `Ranks 0, 1 and 3`."""
-    if len(numbers) == 1:
-        return f"Rank {numbers[0]}"
-    return "Ranks " + ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
+    return f"{who} {verb(waiting, 'waits', 'wait')} there."

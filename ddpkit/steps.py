@@ -139,12 +139,6 @@ def step_time(run: Run) -> StepTime | None:
     return StepTime(*map(float, np.quantile(times, (0.25, 0.5, 0.75)))) if times else None
 
 
-def steps_applied(run: Run) -> tuple[int, ...]:
-    """Optimizer steps that each rank applied, by rank; 0 for one that wrote nothing."""
-    by_rank = {r.rank: r.steps for r in recorded(run)}
-    return tuple(by_rank.get(rank.rank, 0) for rank in run.ranks)
-
-
 def equal(difference: float | None) -> bool:
     """Whether a difference is no more than what the order of adding up makes."""
     return difference is not None and difference <= TOLERANCE

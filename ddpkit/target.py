@@ -10,6 +10,7 @@ import linecache
 import os
 import re
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 
 from . import wire
 from .errors import LaunchError
+from .hashseed import orders_by_hash
 
 LARGE_BYTES = 8 * 2**20
 
@@ -38,7 +40,7 @@ class Target:
     """What torchrun is to start: `command` follows torchrun's own options; `files` go into the run folder first.
 
     A `command` entry that starts with "{folder}" lies in the run folder. `path_folder` goes to the front of PYTHONPATH.
-    `source` is the program, or the pickled function, to be looked at.
+    `source` is the program, or the pickled function, to be looked at; `text` is what of it is there as text.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Target:
     path_folder: str | None = None
     notes: tuple[str, ...] = ()
     source: bytes = b""
+    text: str = ""
 
     def write(self, folder: Path) -> list[str]:
         """Put the files into the run folder; returns the command with its paths filled in."""
@@ -67,6 +70,10 @@ class Target:
         """What looks like a name of an environment variable in a program that may set some before it imports torch."""
         sets_some = b"environ" in self.source or b"putenv" in self.source
         return sorted({n.decode() for n in re.findall(rb"[A-Z]+_[A-Z0-9_]+", self.source)}) if sets_some else []
+
+    def orders_by_hash(self, env: Mapping[str, str]) -> bool:
+        """Whether the ranks of this program, in `env`, may each go through things in an order of their own."""
+        return env.get("PYTHONHASHSEED", "random") in ("", "random") and orders_by_hash(self.text)
 
 
 def resolve(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Target:
@@ -101,7 +108,9 @@ def of_script(path: Path, args: Sequence[str]) -> Target:
         hint = f"did you mean {near[0]}?" if near else "check the path; it counts from there."
         raise LaunchError(f"launch: there is no script {path} in {Path.cwd()}; {hint}")
     source = path.read_bytes()
-    return Target(path.stem, (str(path.resolve()), *args), {f"script-{path.name}": source}, source=source)
+    return Target(
+        path.stem, (str(path.resolve()), *args), {f"script-{path.name}": source}, source=source, text=_text(source)
+    )
 
 
 def of_module(name: str, args: Sequence[str]) -> Target:
@@ -113,7 +122,7 @@ def of_module(name: str, args: Sequence[str]) -> Target:
             "a module that python -m would find, or a function."
         )
     source = Path(spec.origin).read_bytes() if spec.has_location and spec.origin else b""
-    return Target(name.rsplit(".", 1)[-1], ("-m", name, *args), source=source)
+    return Target(name.rsplit(".", 1)[-1], ("-m", name, *args), source=source, text=_text(source))
 
 
 def _find_module(name: str) -> importlib.machinery.ModuleSpec | None:
@@ -150,9 +159,8 @@ def of_text(text: str, name: str, args: Sequence[str] = (), asker: str = "launch
         raise LaunchError(
             f"{asker}: line {error.lineno} of {what} does not compile ({error.msg}): {(error.text or '').strip()}"
         ) from None
-    return Target(
-        name, ("{folder}/" + file, *args), {file: text.encode()}, path_folder=os.getcwd(), source=text.encode()
-    )
+    command, files = ("{folder}/" + file, *args), {file: text.encode()}
+    return Target(name, command, files, path_folder=os.getcwd(), source=text.encode(), text=text)
 
 
 def of_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
@@ -173,7 +181,19 @@ def of_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         path_folder=os.getcwd(),
         notes=_notes_on_size(name, call, function, args, kwargs),
         source=call,
+        text="\n".join(_own_text(item) for item in (function, *names.values())),
     )
+
+
+def _text(source: bytes) -> str:
+    return source.decode("utf-8", "replace")
+
+
+def _own_text(item: Any) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(item))
+    except (OSError, TypeError):
+        return ""
 
 
 def _pickled(

@@ -17,7 +17,7 @@ from .collectives import Collective
 from .evidence import Row, rows, stood_still
 from .records import Rank
 from .stable import stable
-from .standstill import BUSY_FROM, standing
+from .standing import BUSY_FROM, standing
 
 if TYPE_CHECKING:
     from .run import Run
@@ -121,7 +121,7 @@ def lanes(ranks: Sequence[Rank], table: Sequence[Row], now_ns: int | None = None
 
 # Kind, from, to in nanoseconds, words.
 _Moment = tuple[Kind, int, int, str]
-_Joins = Mapping[tuple[str, int], Mapping[int, int]]
+_Joins = Mapping[tuple[int, str, int], Mapping[int, int]]
 
 
 def _ended_ns(rank: Rank, now_ns: int | None) -> int:
@@ -133,10 +133,10 @@ def _ended_ns(rank: Rank, now_ns: int | None) -> int:
 
 def _joins(ranks: Sequence[Rank]) -> _Joins:
     """When each rank joined each collective."""
-    found: dict[tuple[str, int], dict[int, int]] = {}
+    found: dict[tuple[int, str, int], dict[int, int]] = {}
     for rank in ranks:
         for collective in rank.collectives:
-            found.setdefault((collective.group, collective.seq), {})[rank.rank] = collective.at_ns
+            found.setdefault(collective.key, {})[rank.rank] = collective.at_ns
     return found
 
 
@@ -178,7 +178,7 @@ def _waits(rank: Rank, ranks: Sequence[Rank], joins: _Joins, end: int) -> Iterab
 
 def _last_join(collective: Collective, ranks: Sequence[Rank], joins: _Joins) -> int | None:
     """When the last member joined, as far as is recorded; None where a member that left a record never did."""
-    joined = joins[collective.group, collective.seq]
+    joined = joins[collective.key]
     members = collective.ranks or tuple(r.rank for r in ranks)
     recorded = {r.rank for r in ranks if r.collectives}
     if any(member in recorded and member not in joined for member in members):

@@ -204,7 +204,10 @@ class RunView(anywidget.AnyWidget):
         for lane in self._lanes.values():
             lane.squeeze(MOST_REMEMBERED)
         self._send_batch(math.inf)
-        self._keep("final", {**self._picture(), "state": run.state, **_ending(run)})
+        picture = self._picture()
+        # The last look at the ranks may be older than their last line.
+        at = max(picture.get("at", 0), round((time.time_ns() - self._start_ns) / 1e9, 2))
+        self._keep("final", {**picture, "at": at, "state": run.state, **_ending(run)})
 
     # The clock.
 

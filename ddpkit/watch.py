@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import threading
 import time
@@ -13,13 +14,15 @@ from . import machine, wire
 from .cap import LogCap
 from .culprit import classify, plain_words
 from .evidence import Standstill, rows
-from .lifesigns import Progress
+from .finding import Finding
+from .lifesigns import LATELY_S, Progress
 from .look import look, withdraw
 from .process import Job
 from .records import Rank, read_attempts
 from .run import Run
 from .sink import Line, Now, RankNow, Sink
-from .standstill import BUSY_FROM, Finding, find
+from .standing import BUSY_FROM
+from .standstill import find
 from .tail import Tails
 
 PAUSE_S = 0.004
@@ -54,6 +57,7 @@ class Watcher:
     _still: Standstill | None = None
     _still_exits: tuple[int | None, ...] = ()
     _looked_at_failure_of: int = -1
+    _hoped_at: float = -math.inf
 
     def start(self) -> None:
         """Begin to watch; returns at once. `job.over` is set at the end, whatever happens here."""
@@ -174,7 +178,11 @@ class Watcher:
         elif limits.stall_s is not None and silent_s > limits.stall_s:
             if self._finding is None:
                 self._finding = self._look(ranks, "stall")
-            if limits.stop_on_stall and not self._may_still_come(ranks, silent_s):
+            now = time.monotonic()
+            if self._may_still_come(ranks, silent_s):
+                self._hoped_at = now
+            # What comes when a computation is over needs a moment to be heard of.
+            elif limits.stop_on_stall and now - self._hoped_at > LATELY_S:
                 if silent_s > limits.stall_s + FRESH_S:
                     self._finding = self._look(ranks, "stall")
                 self.job.stop("stall")
@@ -187,12 +195,18 @@ class Watcher:
             self._look(ranks, "failure")
 
     def _may_still_come(self, ranks: Sequence[Rank], silent_s: float) -> bool:
-        """Whether whoever holds the job up computes, as a rank does that imports torch on a busy machine."""
+        """Whether whoever holds the job up computes, as a rank does that imports torch on a busy machine, or a child of it;
+        whether torch has still to notice that a loader's worker has died; or whether a rank has failed and is on its way
+        out, which takes torch 5 s for each worker that does not answer."""
         found, stall_s = self._finding, self.limits.stall_s or 0
-        if found is None or silent_s > BUSY_PATIENCE * stall_s or not (found.ranks or found.kind == "busy"):
+        if found is None or silent_s > BUSY_PATIENCE * stall_s:
             return False
+        if found.kind == "loader_dead" or any(rank.failure and rank.exitcode is None for rank in ranks):
+            return True
         held_by = [rank for rank in ranks if rank.rank in found.ranks or not found.ranks]
-        return any(rank.exitcode is None and self._progress.busy(rank) >= BUSY_FROM for rank in held_by)
+        living = [rank for rank in held_by if rank.exitcode is None and rank.pid]
+        busy = (max(self._progress.busy(rank), self._progress.children_busy(rank)) for rank in living)
+        return any(share >= BUSY_FROM for share in busy)
 
     def _look(self, ranks: Sequence[Rank], why: str) -> Finding:
         silent_s = {rank.rank: self._progress.silent_s(rank) for rank in ranks}

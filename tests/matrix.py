@@ -148,6 +148,50 @@ CASES = [
         says=("Rank 1 left the common way", "the other ranks agree"),
     ),
     hang(
+        "a rank skips one collective of its row in a mesh of two by two",
+        """
+        rows, columns = ([dist.new_group(g) for g in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+        for step in range(6):
+            if not (rank == 3 and step == 3):
+                dist.all_reduce(torch.ones(4), group=rows[rank // 2])
+            dist.all_reduce(torch.ones(4), group=columns[rank % 2])
+        dist.barrier()
+        """,
+        3,
+        "collective_mismatch",
+        nproc=4,
+        needs_record=True,
+        says=("Rank 3 left the common way", "as nobody else ever did"),
+    ),
+    hang(
+        "of two pairs of ranks, one rank of the second never joins its pair",
+        """
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        for step in range(3):
+            dist.all_reduce(torch.ones(4), group=pairs[rank // 2])
+        if rank == 3:
+            time.sleep(3600)
+        dist.all_reduce(torch.ones(4), group=pairs[rank // 2])
+        dist.barrier()
+        """,
+        3,
+        "skipped_collective",
+        nproc=4,
+        needs_record=True,
+        says=("Rank 3 never joined all_reduce #4 of group", "rank 2 waits in all_reduce #4"),
+    ),
+    hang(
+        "a rank broadcasts from another rank than the others do",
+        """
+        dist.broadcast_object_list([rank], src=1 if rank == 2 else 0)
+        dist.barrier()
+        """,
+        2,
+        "collective_mismatch",
+        nproc=4,
+        says=("rank 0 with rank 0", "rank 2 with rank 1", "Rank 2 differs"),
+    ),
+    hang(
         "a rank skips one of two collectives of a step",
         """
         for step in range(6):
@@ -235,6 +279,90 @@ CASES = [
         options={"stall": 3},
     ),
     hang(
+        "every rank asks for the store at the port of a tutorial",
+        """
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="12355")
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        """,
+        "every rank",
+        "wrong_address",
+        init="",
+        says=("Every rank asked for the store at localhost:12355",),
+    ),
+    hang(
+        "a rank does not come to a new process group",
+        """
+        if rank != 2:
+            dist.new_group()
+        dist.barrier()
+        """,
+        2,
+        "collective_mismatch",
+        nproc=4,
+        needs_record=True,
+        says=("A new process group takes every rank, and rank 2 waits in barrier #4", "Rank 2 differs"),
+    ),
+    case(
+        "two of three come to a monitored barrier, the third is in its next step",
+        """
+        for step in range(4):
+            dist.all_reduce(torch.ones(4))
+            if not (rank == 2 and step == 2):
+                dist.monitored_barrier(timeout=timedelta(seconds=2))
+        """,
+        2,
+        "collective_mismatch",
+        nproc=3,
+        needs_record=True,
+        says=("Rank 2 never came to the monitored barrier", "it waits in all_reduce #"),
+    ),
+    case(
+        "a monitored barrier of a subgroup counts its own ranks",
+        """
+        group = dist.new_group([1, 2, 3])
+        if rank == 2:
+            time.sleep(3600)
+        if rank:
+            dist.monitored_barrier(group=group, timeout=timedelta(seconds=2))
+        """,
+        2,
+        "skipped_collective",
+        nproc=4,
+        needs_record=True,
+        says=("Rank 2 never came to the monitored barrier", "time.sleep(3600)"),
+    ),
+    hang(
+        "a rank has another world size in its environment",
+        """
+        if rank == 1:
+            os.environ["WORLD_SIZE"] = "2"
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(4))
+        """,
+        1,
+        "missing_rank_at_init",
+        nproc=3,
+        init="",
+        needs_record=True,
+    ),
+    hang(
+        "a rank goes on to its second process group, and the others are still in the first",
+        """
+        for trial in range(2):
+            for step in range(3 if rank == 1 and trial == 0 else 4):
+                dist.all_reduce(torch.ones(4))
+            # The others must not notice: the connections stay open.
+            kept = dist.group.WORLD._get_backend(torch.device("cpu"))
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", f"file://{os.getcwd()}/trial_{trial}", rank=rank, world_size=3)
+        """,
+        1,
+        "skipped_collective",
+        nproc=3,
+        needs_record=True,
+        says=("Rank 1 never joined all_reduce #7", "it waits for the others to join at line"),
+    ),
+    hang(
         "every rank sleeps",
         """
         time.sleep(1000)
@@ -305,6 +433,147 @@ CASES = [
         """,
         None,
         "collective_mismatch",
+    ),
+    case(
+        "one rank sends less than the others, gloo aborts it",
+        """
+        dist.all_reduce(torch.ones(100, dtype=torch.half if rank == 1 else torch.float))
+        dist.barrier()
+        """,
+        1,
+        "collective_mismatch",
+        nproc=3,
+        needs_record=True,
+        says=("Rank 1 left the common way at collective #4", "the other ranks agree"),
+    ),
+    case(
+        "one rank sends more than the others, gloo aborts a neighbour",
+        """
+        dist.all_reduce(torch.ones(120 if rank == 0 else 80))
+        dist.barrier()
+        """,
+        0,
+        "collective_mismatch",
+        nproc=5,
+        needs_record=True,
+        says=("Rank 0 left the common way at collective #4", "rank 4 joined all_reduce of [80] Float"),
+        options=HANGS,
+    ),
+    case(
+        "a rank skips a collective and meets the others in its next one, smaller",
+        """
+        for step in range(4):
+            if not (rank == 1 and step == 2):
+                dist.all_reduce(torch.ones(32))
+            dist.all_reduce(torch.ones(1))
+        """,
+        1,
+        "collective_mismatch",
+        needs_record=True,
+        says=("Rank 1 left the common way at collective #8", "in earlier steps every rank did otherwise"),
+    ),
+    case(
+        "Work.wait(timeout) gives up",
+        """
+        if rank == 1:
+            time.sleep(100)
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        work.wait(timedelta(seconds=2))
+        """,
+        1,
+        "skipped_collective",
+        nproc=3,
+        says=("Rank 1 never joined", "time.sleep(100)"),
+    ),
+    case(
+        "a loader's timeout, whose rank is long in leaving",
+        """
+        from torch.utils.data import DataLoader
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, i):
+                time.sleep(60 if rank == 1 else 0)
+                return torch.zeros(1)
+        for x in DataLoader(Slow(), num_workers=1, timeout=1, multiprocessing_context="fork"):
+            dist.all_reduce(x)
+        """,
+        1,
+        "loader_timeout",
+        options=HANGS,
+        says=("Rank 1 raised RuntimeError: DataLoader timed out",),
+    ),
+    case(
+        "all but one rank leave by sys.exit(0) before a collective",
+        """
+        if rank != 0:
+            sys.exit(0)
+        dist.all_reduce(torch.ones(1))
+        """,
+        (1, 2),
+        "early_exit",
+        nproc=3,
+        says=("left early with exit code 0 at line", "sys.exit(0)"),
+    ),
+    case(
+        "a rank joins the collective of another group, with other sizes",
+        """
+        rows, columns = ([dist.new_group(g) for g in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+        row, column = rows[rank // 2], columns[rank % 2]
+        for step in range(4):
+            dist.all_reduce(torch.ones(16), group=row)
+            dist.all_reduce(torch.ones(64), group=row if rank == 3 and step == 2 else column)
+        """,
+        3,
+        "collective_mismatch",
+        nproc=4,
+        needs_record=True,
+        says=("Rank 3 left the common way", "in earlier steps every rank did otherwise"),
+    ),
+    case(
+        "every rank builds a model of its own width",
+        """
+        DDP(torch.nn.Linear(8, 16 * (rank + 1)))
+        """,
+        None,
+        "shapes_differ_between_ranks",
+        nproc=3,
+        says=("params[0] has [32, 8] on rank 1", "Which of them is wrong cannot be told"),
+    ),
+    case(
+        "rank 0 builds a wider model than the others",
+        """
+        DDP(torch.nn.Linear(8, 32 if rank == 0 else 16))
+        """,
+        0,
+        "shapes_differ_between_ranks",
+        nproc=3,
+        says=("Rank 0 differs from most",),
+    ),
+    case(
+        "a rank has no file left to open, not even for its record",
+        """
+        kept = []
+        while rank == 1:
+            kept.append(open(os.devnull))
+        dist.barrier()
+        """,
+        1,
+        "too_many_open_files",
+        says=("Rank 1 raised OSError: [Errno 24]", "kept.append(open(os.devnull))"),
+    ),
+    case(
+        "a rank catches its error and leaves by sys.exit",
+        """
+        try:
+            {}["lr"] if rank == 1 else None
+        except KeyError:
+            sys.exit(3)
+        dist.barrier()
+        """,
+        1,
+        "exit_code",
+        says=("Rank 1 left by sys.exit, exit code 3", "while it handled KeyError: 'lr'"),
     ),
     case(
         "a rank's exception, met by others as a closed connection",
@@ -505,4 +774,420 @@ CASES = [
         "import_error",
     ),
     case("a syntax error", "def broken(:\n", "every rank", "syntax_error", init=""),
+    hang(
+        "a request is waited for, and its sender sleeps",
+        """
+        if rank == 0:
+            request = dist.irecv(torch.zeros(2), src=1)
+            request.wait()
+        if rank == 1:
+            time.sleep(1000)
+        dist.barrier()
+        """,
+        1,
+        "skipped_collective",
+        nproc=3,
+        says=("Rank 1 never joined what rank 0 waits for", "it sits at"),
+        needs_record=True,
+    ),
+    hang(
+        "the middle stage of a pipeline of isend and irecv sleeps",
+        """
+        x = torch.zeros(4)
+        for step in range(4):
+            if rank == 1 and step == 2:
+                time.sleep(3600)
+            if rank > 0:
+                dist.irecv(x, rank - 1).wait()
+            if rank < 3:
+                dist.isend(x, rank + 1).wait()
+        """,
+        1,
+        "skipped_collective",
+        nproc=4,
+        needs_record=True,
+        says=("Rank 1 never joined what rank 0 waits for", "time.sleep(3600)"),
+    ),
+    hang(
+        "a ring of exchanges, and one rank sleeps",
+        """
+        for step in range(4):
+            if rank == 2 and step == 2:
+                time.sleep(3600)
+            there, back = (rank + 1) % 4, (rank - 1) % 4
+            ops = [dist.P2POp(dist.isend, torch.ones(4), there), dist.P2POp(dist.irecv, torch.zeros(4), back)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+        """,
+        2,
+        "skipped_collective",
+        nproc=4,
+        needs_record=True,
+        says=("Rank 2 never joined what rank", "time.sleep(3600)"),
+    ),
+    hang(
+        "two receive from each other, a third stands by",
+        """
+        if rank == 1:
+            time.sleep(1000)
+        dist.recv(torch.zeros(2), src=2 - rank)
+        """,
+        None,
+        "everyone_waits",
+        nproc=3,
+        says=("Ranks 0 and 2 wait for each other",),
+    ),
+    hang(
+        "the training runs in a thread",
+        """
+        import threading
+        def train():
+            for step in range(5):
+                if rank == 1 and step == 3:
+                    time.sleep(1000)
+                dist.all_reduce(torch.ones(4))
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        """,
+        1,
+        "skipped_collective",
+        says=("Rank 1 never joined all_reduce #7", "time.sleep(1000)"),
+    ),
+    hang(
+        "a rank waits for a queue, beside a thread that only beats",
+        """
+        import queue, threading
+        def beat():
+            while True:
+                time.sleep(0.1)
+        threading.Thread(target=beat, daemon=True).start()
+        if rank == 1:
+            queue.Queue().get()
+        dist.barrier()
+        """,
+        1,
+        "skipped_collective",
+        says=("Rank 1 never joined barrier", "queue.Queue().get()"),
+    ),
+    hang(
+        "a rank computes without end in one call that holds the GIL",
+        """
+        if rank == 1:
+            sum(range(10**14))
+        dist.barrier()
+        """,
+        1,
+        "skipped_collective",
+        nproc=3,
+        says=("Rank 1 never joined barrier", "it computes at line", "sum(range(10**14))"),
+    ),
+    hang(
+        "a rank goes round and round over a loader that has no batch",
+        """
+        from torch.utils.data import DataLoader
+        loader = DataLoader(range(6 if rank == 1 else 40), batch_size=8, drop_last=True)
+        def batches():
+            while True:
+                for batch in loader:
+                    yield batch
+        for _, batch in zip(range(3), batches()):
+            dist.all_reduce(batch)
+        """,
+        1,
+        "skipped_collective",
+        says=("Rank 1 never joined all_reduce #4", "it computes at line"),
+    ),
+    hang(
+        "a collective is asked for its end, again and again",
+        """
+        if rank == 1:
+            time.sleep(1000)
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        while not work.is_completed():
+            time.sleep(0.05)
+        """,
+        1,
+        "skipped_collective",
+        says=("Rank 1 never joined all_reduce #4",),
+        needs_record=True,
+    ),
+    hang(
+        "a first evaluation that one rank does not come to",
+        """
+        net = DDP(torch.nn.Linear(4, 1))
+        bad_step = 4 * rank
+        for step in range(8):
+            if step and step == bad_step:
+                continue
+            net(torch.ones(2, 4)).sum().backward()
+            if step == 4:
+                dist.reduce(torch.ones(2), 0)
+        """,
+        None,
+        "collective_mismatch",
+        says=("Which of them is wrong cannot be told",),
+        needs_record=True,
+    ),
+    hang(
+        "an error that was dealt with stands on stderr",
+        """
+        print("[Errno 98] Address already in use: port 6006, trying 6007", file=sys.stderr)
+        if rank == 1:
+            time.sleep(1000)
+        dist.all_reduce(torch.ones(1))
+        """,
+        1,
+        "skipped_collective",
+    ),
+    case(
+        "a thread prints while nothing moves",
+        """
+        import threading
+        def alive():
+            while True:
+                print("alive", flush=True)
+                time.sleep(0.5)
+        threading.Thread(target=alive, daemon=True).start()
+        if rank == 1:
+            time.sleep(1000)
+        dist.all_reduce(torch.ones(1))
+        """,
+        1,
+        "skipped_collective",
+        state="timed_out",
+        options={"timeout": 10},
+        needs_record=True,
+    ),
+    case(
+        "slow steps, and the limit is reached",
+        """
+        while True:
+            if rank == 1:
+                time.sleep(2.5)
+            dist.all_reduce(torch.ones(4))
+        """,
+        None,
+        "time_limit",
+        state="timed_out",
+        options={"timeout": 10, "stall": 20},
+        needs_record=True,
+    ),
+    case(
+        "an exception, and then a barrier in finally",
+        """
+        try:
+            if rank == 1:
+                raise ValueError("bad sample 17")
+            dist.all_reduce(torch.ones(4))
+        finally:
+            dist.barrier()
+        """,
+        1,
+        "own_exception",
+        init=IMPATIENT,
+        says=("Rank 1 raised ValueError: bad sample 17",),
+    ),
+    case(
+        "one rank builds a deeper model",
+        """
+        DDP(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2 + (rank == 2)))))
+        """,
+        2,
+        "shapes_differ_between_ranks",
+        nproc=3,
+        says=("rank 2 has 6 parameters", "Rank 2 differs from the others"),
+    ),
+    hang(
+        "a child process outlives the script",
+        """
+        import multiprocessing
+        dist.barrier()
+        if rank == 0:
+            multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,)).start()
+        """,
+        0,
+        "silent_wait",
+        says=("Rank 0 has come to the end of its script, and Python waits for a child process",),
+    ),
+    case(
+        "one of three skips a collective, and gloo aborts another",
+        """
+        net = DDP(torch.nn.Linear(64, 64))
+        for step in range(8):
+            net(torch.ones(2, 64)).sum().backward()
+            if (rank, step) != (2, 5):
+                dist.all_reduce(torch.ones(1))
+        """,
+        2,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 2 left the common way", "the other ranks agree"),
+        needs_record=True,
+    ),
+    case(
+        "two of four leave the loop early",
+        """
+        net = DDP(torch.nn.Linear(64, 64))
+        for step in range(6 if rank < 2 else 4):
+            net(torch.ones(2, 64)).sum().backward()
+        dist.all_reduce(torch.ones(2))
+        """,
+        (2, 3),
+        "collective_mismatch",
+        nproc=4,
+        says=("Ranks 2 and 3 left the common way", "the loop that is left there goes on elsewhere"),
+        needs_record=True,
+    ),
+    hang(
+        "a rank gives another's number",
+        """
+        os.environ["RANK"] = "0"
+        dist.init_process_group("gloo")
+        """,
+        1,
+        "missing_rank_at_init",
+        init="",
+        says=("Rank 1 asked to join as rank 0",),
+    ),
+    case(
+        "two of four agree on something, and two may be an epoch ahead",
+        """
+        net = DDP(torch.nn.Linear(64, 64))
+        losses = [0.9, 0.2 if rank < 2 else 0.5, 0.1]
+        for epoch in range(3):
+            for step in range(2):
+                net(torch.ones(2, 64)).sum().backward()
+            if losses[epoch] < 0.3:
+                dist.all_reduce(torch.ones(1))
+        """,
+        None,
+        "collective_mismatch",
+        nproc=4,
+        says=("The ranks part at", "Which of them is wrong cannot be told"),
+        needs_record=True,
+    ),
+    case(
+        "one rank of a mesh has a collective too many, which the other column tells",
+        """
+        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        column = columns[rank % 2]
+        net, shown = DDP(torch.nn.Linear(64, 64), process_group=column), rank == 0
+        for step in range(6):
+            net(torch.ones(2, 64)).sum().backward()
+            if shown and step == 2:
+                dist.all_reduce(torch.ones(1), group=column)
+        """,
+        0,
+        "collective_mismatch",
+        nproc=4,
+        says=("Rank 0 left the common way", "most ranks of the job did as rank 2"),
+        needs_record=True,
+    ),
+    hang(
+        "one rank of a mesh sums over its row before the world",
+        """
+        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        for group in (rows[rank // 2], None) if rank == 1 else (None, rows[rank // 2]):
+            if group:
+                dist.all_reduce(torch.ones(1), group=group)
+            else:
+                dist.all_reduce(torch.ones(1))
+        """,
+        1,
+        "collective_mismatch",
+        nproc=4,
+        says=("All ranks wait for each other", "Rank 1 left the common way"),
+        needs_record=True,
+    ),
+    hang(
+        "each rank has a port of its own for the store",
+        """
+        port = 20000 + (os.getpid() * 2 + rank) % 10000
+        store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        """,
+        None,
+        "missing_rank_at_init",
+        init="",
+        says=("Every rank waits for the others at line", "dist.TCPStore"),
+    ),
+    hang(
+        "one rank does not come to the store that another has opened",
+        """
+        port = int(os.environ["MASTER_PORT"]) % 10000 + 20000
+        if rank == 1:
+            time.sleep(1000)
+        store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        """,
+        1,
+        "missing_rank_at_init",
+        init="",
+        says=("Rank 1 never came to the store; it sits at line 9: time.sleep(1000)", "Rank 0 waits there at line 10"),
+    ),
+    hang(
+        "one rank goes to the store by a tunnel that is not open",
+        """
+        where = "127.0.0.1:7022" if rank == 2 else f"localhost:{os.environ['MASTER_PORT']}"
+        dist.init_process_group("gloo", init_method=f"tcp://{where}", rank=rank, world_size=3)
+        """,
+        2,
+        "wrong_address",
+        nproc=3,
+        init="",
+        says=("Rank 2 asked for the store at 127.0.0.1:7022", "the others wait in vain"),
+    ),
+    hang(
+        "a rank does not come to the address that the others have agreed on",
+        """
+        if rank == 2:
+            time.sleep(1000)
+        port = int(os.environ["MASTER_PORT"]) % 10000 + 20000
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+        """,
+        2,
+        "missing_rank_at_init",
+        nproc=3,
+        init="",
+        says=("Rank 2 never came to init_process_group; it sits at line 8: time.sleep(1000)",),
+    ),
+    case(
+        "one of four gathers twice as much as the others",
+        """
+        mine = torch.ones(32 if rank == 0 else 16)
+        dist.all_gather([torch.empty_like(mine) for _ in range(4)], mine)
+        dist.barrier()
+        """,
+        0,
+        "collective_mismatch",
+        nproc=4,
+        says=("Rank 0 left the common way at collective #4", "rank 2 joined all_gather of [16] Float"),
+        needs_record=True,
+    ),
+    case(
+        "one of four reduces half as much as the others",
+        """
+        dist.reduce(torch.ones(40 if rank == 2 else 80), dst=0)
+        dist.barrier()
+        """,
+        2,
+        "collective_mismatch",
+        nproc=4,
+        says=("Rank 2 left the common way at collective #4", "rank 1 joined reduce of [80] Float"),
+        needs_record=True,
+    ),
+    case(
+        "one of four exchanges twice as much as the others",
+        """
+        rows = torch.ones(640 if rank == 1 else 320)
+        dist.all_to_all_single(torch.empty_like(rows), rows)
+        dist.barrier()
+        """,
+        1,
+        "collective_mismatch",
+        nproc=4,
+        says=("Rank 1 left the common way at collective #4",),
+        needs_record=True,
+    ),
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_records import GAVE_UP, PEER_LOST, write_rank, write_run
 
-from ddpkit import wire
+from ddpkit import Run, wire
 from ddpkit.catalog import pages
 from ddpkit.culprit import Culprit, Verdict
 from ddpkit.diagnosis import Diagnosis, diagnose
@@ -34,6 +34,9 @@ def raised(kind: str, message: str = "", *chain: tuple[str, str], stderr: str = 
 
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
+EOF_IN_LOAD = (
+    'Traceback (most recent call last):\n  File "/site-packages/torch/serialization.py", line 1, in load\nEOFError\n'
+)
 EXITED = "DataLoader worker (pid(s) 19882) exited unexpectedly"
 CUDA_KERNEL = (
     "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported at some other API "
@@ -105,6 +108,22 @@ FS = (
     "DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
     "shared memory."
 )
+READING = (
+    '[rank1]:   File "/venv/torch/utils/data/dataloader.py", line 1291, in _try_get_data\n'
+    "[rank1]:     data = self._data_queue.get(timeout=timeout)\n"
+    '[rank1]:   File "/usr/lib/python3.11/multiprocessing/connection.py", line 399, in _recv\n'
+    "[rank1]:     raise EOFError\n[rank1]: EOFError\n"
+)
+RESET = READING.replace("raise EOFError", "chunk = read(handle, remaining)").replace(
+    "EOFError", "ConnectionResetError: [Errno 104] Connection reset by peer"
+)
+GONE = RESET.replace(
+    "ConnectionResetError: [Errno 104] Connection reset by peer", "FileNotFoundError: [Errno 2] No such file"
+)
+OUT_OF_FILES = (
+    READING.replace("line 399, in _recv", "line 538, in rebuild_storage_fd")
+    + "OSError: [Errno 24] Too many open files: '/tmp/pymp-8a6usplp'\n"
+)
 AT_REST = "DataLoader worker (pid 20683) exited unexpectedly with exit code 3. Details are lost due to multiprocessing."
 LISTENING = "The client socket has timed out after 5000ms while trying to connect to (localhost, 1)."
 
@@ -152,6 +171,9 @@ REAL = [
             stderr="ERROR: Unexpected segmentation fault encountered in worker.\n",
         ),
     ),
+    ("loader_worker_killed", raised("ConnectionResetError", "[Errno 104] Connection reset by peer", stderr=RESET)),
+    ("loader_worker_killed", raised("FileNotFoundError", "[Errno 2] No such file or directory", stderr=GONE)),
+    ("too_many_open_files", raised("EOFError", stderr=OUT_OF_FILES)),
     ("loader_worker_exception", raised("ValueError", WORKER.format("ValueError", "bad record 20"))),
     ("loader_worker_exception", raised("KeyError", WORKER.format("KeyError", "'bad record 2'"))),
     ("loader_timeout", raised("RuntimeError", "DataLoader timed out after 3.0 seconds")),
@@ -163,9 +185,9 @@ REAL = [
     ("loader_shared_memory", raised("RuntimeError", WORKER.format("RuntimeError", SHM))),
     ("loader_shared_memory", raised("RuntimeError", WORKER.format("RuntimeError", FSIZE))),
     ("loader_shared_memory", raised("RuntimeError", "Couldn't allocate shared memory segment: x")),
-    ("loader_shared_memory", raised("RuntimeError", EXITED, ("RuntimeError", FS))),
+    ("bus_error", raised("RuntimeError", EXITED, ("RuntimeError", FS))),
     (
-        "loader_shared_memory",
+        "bus_error",
         raised(
             "ConnectionResetError",
             "[Errno 104] Connection reset by peer",
@@ -187,7 +209,11 @@ REAL = [
     ),
     ("missing_rank_at_init", Said(torchrun="torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError\n")),
     ("wrong_address", raised("DistNetworkError", LISTENING)),
-    ("wrong_address", raised("gaierror", "[Errno -2] Name or service not known")),
+    (
+        "wrong_address",
+        raised("DistNetworkError", "The client socket cannot be initialized: Name or service not known"),
+    ),
+    ("unhandled_signal", Said(signal="SIGUSR1")),
     (
         "wrong_address",
         Said(
@@ -337,7 +363,11 @@ REAL = [
         "half_written_checkpoint",
         raised("RuntimeError", "PytorchStreamReader failed reading zip archive: failed finding central directory."),
     ),
-    ("half_written_checkpoint", raised("EOFError")),
+    ("half_written_checkpoint", raised("EOFError", stderr=EOF_IN_LOAD)),
+    (
+        "own_exception",
+        raised("EOFError", stderr=EOF_IN_LOAD.replace("torch/serialization", "multiprocessing/connection")),
+    ),
     ("half_written_checkpoint", raised("EOFError", "Ran out of input")),
     (
         "half_written_checkpoint",
@@ -425,6 +455,7 @@ VICTIMS = [
     ),
     ("peer_lost", f"{GLOO}pair.cc:1] Broken pipe"),
     ("peer_lost", "Application timeout caused pair closure"),
+    ("gave_up", "Operation timed out!"),
     (
         "peer_lost",
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
@@ -612,11 +643,14 @@ def test_a_wrong_address_explains_the_rank_that_waited_for_it(tmp_path: Path) ->
         ("mismatch", None, "collective_mismatch", "likely"),
         ("stopped_process", 1, "stopped_process", "certain"),
         ("loader_stuck", 1, "loader_worker_stuck", "certain"),
+        ("loader_dead", 1, "loader_worker_killed", "certain"),
         ("init_waiting", 1, "missing_rank_at_init", "certain"),
         ("all_waiting", None, "everyone_waits", "likely"),
+        ("stuck", None, "everyone_waits", "likely"),
         ("busy", 1, "long_computation", "certain"),
         ("straggler", 1, "straggler", "certain"),
         ("init_elsewhere", 1, "wrong_address", "certain"),
+        ("stale_addresses", None, "restart_meets_old_addresses", "likely"),
         ("shapes_differ", 0, "shapes_differ_between_ranks", "certain"),
         ("silent", 1, "silent_wait", "certain"),
         ("agent_killed", None, "agent_killed", "certain"),
@@ -647,7 +681,7 @@ def test_where_nothing_fits_it_is_unknown_and_says_what_to_collect(tmp_path: Pat
     assert agent is not None and "run.torchrun_log" in agent.collect
     odd = tmp_path / "odd"
     write_run(odd)
-    write_said(odd, 1, Said(signal="SIGSYS"))
+    write_said(odd, 1, Said(signal="SIGSTKFLT"))
     killed = diagnose(read(odd), verdict(1, "own", r1="culprit"))
     assert killed is not None and killed.name == "unknown"
 
@@ -663,9 +697,21 @@ def test_of_an_nccl_job_the_flight_recorder_is_asked_for(tmp_path: Path) -> None
 
 
 def test_text_with_its_type_wins_over_text(tmp_path: Path) -> None:
-    # An EOFError without words, raised while a message of another page was handled.
-    found = diagnosed(tmp_path, raised("EOFError", "", ("RuntimeError", "DataLoader timed out after 3 seconds")))
-    assert found.name == "half_written_checkpoint"
+    nobody_there = ("DistNetworkError", "Name or service not known")
+    found = diagnosed(tmp_path, raised("RuntimeError", "DataLoader timed out after 3 seconds", nobody_there))
+    assert found.name == "wrong_address"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        raised("RuntimeError", "DataLoader worker (pid 19882) is killed by signal: Killed. ", ("EOFError", "")),
+        raised("RuntimeError", EXITED, ("EOFError", "")),
+        raised("EOFError", "", stderr=READING),
+    ],
+)
+def test_a_read_cut_short_yields_to_the_death_of_the_worker_that_wrote(tmp_path: Path, said: Said) -> None:
+    assert diagnosed(tmp_path, said).name == "loader_worker_killed"
 
 
 def test_text_wins_over_a_general_one_however_far_behind(tmp_path: Path) -> None:
@@ -680,6 +726,14 @@ def test_the_nearer_of_two_texts_wins(tmp_path: Path) -> None:
 
 def test_text_wins_over_a_signal(tmp_path: Path) -> None:
     assert diagnosed(tmp_path, Said(stderr=PREAMBLE, signal="SIGABRT")).name == "collective_mismatch"
+
+
+@pytest.mark.parametrize("signal", ["SIGABRT", "SIGSEGV"])
+def test_a_rank_that_gloo_ends_for_a_mismatch_is_not_thereby_at_fault(tmp_path: Path, signal: str) -> None:
+    write_run(tmp_path)
+    write_said(tmp_path, 0, raised("RuntimeError", PEER_LOST.format(port=1)))
+    write_said(tmp_path, 1, Said(stderr=PREAMBLE, signal=signal))
+    assert Run.from_folder(tmp_path).culprit is None
 
 
 def test_a_signal_wins_over_the_verdict(tmp_path: Path) -> None:

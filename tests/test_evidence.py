@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from test_records import recorded_run, write_rank, write_run
 from ddpkit import Run, wire
 from ddpkit.evidence import first_paragraph, rows, short_file
 from ddpkit.frames import Frame
+from ddpkit.look import withdraw
 from ddpkit.markup import as_html
 
 SCRIPT = "import torch\nx = torch.ones(1)\ndist.all_reduce(x)\ntime.sleep(1000)\n"
@@ -149,6 +152,19 @@ def test_passed_runs_stay_short(tmp_path: Path) -> None:
 )
 def test_files_are_named_alike_on_every_machine(file: str, own: bool, short: str) -> None:
     assert short_file(Frame(file, 1, "f", "", own)) == short
+
+
+def test_what_a_rank_wrote_at_its_end_outlives_the_look_before(tmp_path: Path) -> None:
+    """The ranks are those of a moment ago: rank 0 has written its end since, and nobody knows yet that it is over."""
+    run = hung_run(tmp_path)
+    seen = [replace(rank, exitcode=None) for rank in run.ranks]
+    folders = [wire.rank_folder(tmp_path, 0, rank) for rank in (0, 1)]
+    for folder, at_s in zip(folders, (3, 1), strict=True):
+        os.utime(folder / wire.LOOK, (2, 2))
+        os.utime(folder / wire.COLLECTIVES, (at_s, at_s))
+    withdraw(seen)
+    assert [(folder / wire.COLLECTIVES).exists() for folder in folders] == [True, False]
+    assert not any((folder / wire.LOOK).exists() for folder in folders)
 
 
 def test_every_page_opens_with_a_sentence_that_stands_alone() -> None:

@@ -20,13 +20,26 @@ from ddpkit import exercise, wire
 from ddpkit.errors import LaunchError
 from ddpkit.exercise import Task
 from ddpkit.grading import NotYet
+from ddpkit.lab import patched
 from ddpkit.student import start
 
 ROOT = Path(__file__).parents[1]
 WRONG = Path(__file__).parent / "wrong_answers"
 TASKS = exercise.tasks()
-EVIDENCE = [t for t in TASKS if t.answer == "evidence"]
-PROGRAMS = sorted(WRONG.glob("*.py"))
+FUNCTIONS = sorted(WRONG.glob("*.py"))
+
+
+def wrong(kind: str) -> list[Any]:
+    """A pytest parameter (task, wrong answer) for each answer of this `kind`, "answers" or "programs", in the TOML files."""
+    tables = [table for path in sorted(WRONG.glob("*.toml")) for table in tomllib.loads(path.read_text()).items()]
+    return [
+        pytest.param(exercise.task(name), answer, id=f"{name}-{answer.get('name', i)}")
+        for name, table in tables
+        for i, answer in enumerate(table.get(kind, []))
+    ]
+
+
+WRONG_EVIDENCE, WRONG_PROGRAMS = wrong("answers"), wrong("programs")
 
 
 @pytest.fixture(autouse=True)
@@ -34,23 +47,20 @@ def mine(home: Path) -> None:
     """A student of one's own, with nothing done."""
 
 
-def wrong_evidence() -> list[tuple[Task, str, dict[str, Any]]]:
-    found = {
-        name: table for path in sorted(WRONG.glob("*.toml")) for name, table in tomllib.loads(path.read_text()).items()
-    }
-    return [(t, f"{t.name}-{i}", answer) for t in EVIDENCE for i, answer in enumerate(found[t.name]["answers"])]
+def task_of(path: Path) -> Task:
+    """The task that a file of wrong_answers, such as t06_2_half.py, answers."""
+    return exercise.task("{}.{}".format(*path.stem[1:].split("_")[:2]))
 
 
 def test_each_task_has_wrong_answers_and_a_place_in_a_solution() -> None:
     texts = {p.name[:2]: p.read_text() for p in (ROOT / "solutions").glob("*.ipynb")}
+    answered = [p.values[0] for p in WRONG_EVIDENCE + WRONG_PROGRAMS] + [task_of(p) for p in FUNCTIONS]
     for one in TASKS:
         assert f'ddpkit.check(\\"{one.name}\\"' in texts[one.name[:2]], one.name
-        stem = "t" + one.name.replace(".", "_")
-        given = [p for p in PROGRAMS if p.name.startswith(stem)] if one.answer != "evidence" else wrong_evidence()
-        assert len(given) >= 2, f"{one.name} has fewer than two wrong answers"
+        assert answered.count(one) >= 2, f"{one.name} has fewer than two wrong answers"
 
 
-@pytest.mark.parametrize(("one", "answer"), [pytest.param(t, a, id=i) for t, i, a in wrong_evidence()])
+@pytest.mark.parametrize(("one", "answer"), WRONG_EVIDENCE)
 def test_wrong_evidence_does_not_pass(one: Task, answer: dict[str, Any]) -> None:
     with pytest.raises(NotYet, match=r"called: .*\n.*got: .*\n.*wanted: .*\n.*look next: .*\n.*ddpkit.hint"):
         ddpkit.check(one.name, answer)
@@ -58,17 +68,21 @@ def test_wrong_evidence_does_not_pass(one: Task, answer: dict[str, Any]) -> None
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)
-def test_a_wrong_answer_does_not_pass(path: Path) -> None:
-    one = exercise.task("{}.{}".format(*path.stem[1:].split("_")[:2]))
-    if one.answer == "run":
-        answer: Any = ddpkit.launch(path, nproc=one.nproc, show=False, stall=one.stall, stop_on_stall=True, timeout=60)
-    else:
-        space: dict[str, Any] = {"__name__": "__main__"}
-        exec(compile(path.read_text(), str(path), "exec"), space)
-        answer = space["answer"]
+@pytest.mark.parametrize(("one", "answer"), WRONG_PROGRAMS)
+def test_a_wrong_program_does_not_pass(one: Task, answer: dict[str, Any], script: Callable[[str], str]) -> None:
+    path = script(patched(one.program, answer["edits"]))
+    run = ddpkit.launch(path, nproc=one.nproc, show=False, stall=one.stall, stop_on_stall=True, timeout=60)
     with pytest.raises(NotYet, match="called: "):
-        ddpkit.check(one.name, answer)
+        ddpkit.check(one.name, run)
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("path", FUNCTIONS, ids=lambda p: p.stem)
+def test_a_wrong_function_does_not_pass(path: Path) -> None:
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    with pytest.raises(NotYet, match="called: "):
+        ddpkit.check(task_of(path).name, space["answer"])
 
 
 @pytest.mark.job

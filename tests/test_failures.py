@@ -250,6 +250,27 @@ def test_restarts_are_told_apart(script: Callable[..., str]) -> None:
     assert any("attempt 2" in note for note in run.notes)
 
 
+def test_a_restart_that_meets_the_addresses_of_the_attempt_before_is_told_so(script: Callable[..., str]) -> None:
+    """Which address a rank of attempt 2 reads from torchrun's store is a race; a store for each attempt has none."""
+    path = script(
+        PREAMBLE
+        + """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == 1:
+    raise RuntimeError("only once")
+dist.barrier()
+dist.destroy_process_group()
+"""
+    )
+    for _ in range(3):
+        run = launch(path, max_restarts=1, stall=5, stop_on_stall=True)
+        if not run.ok:
+            assert (run.culprit, run.diagnosis.name) == (None, "restart_meets_old_addresses"), str(run)
+            assert "attempt 2" in run.verdict.sentence and "attempt before" in run.diagnosis.title
+    ddpkit.launch(
+        path, max_restarts=1, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, timeout=120, show=False
+    ).check()
+
+
 def test_a_rank_that_ignores_sigterm_is_killed_and_it_is_said(script: Callable[..., str]) -> None:
     run = launch(
         script(
@@ -315,3 +336,18 @@ def test_ten_launches_one_after_another_after_each_kind_of_failure(script: Calla
         run = launch(path, args=[deed])
         assert run.ok == (deed == "pass")
         assert run.culprit == (None if deed == "pass" else 1)
+
+
+def test_what_loaders_shared_by_file_system_is_removed(script: Callable[..., str], home: Path) -> None:
+    text = """
+    import torch
+    from torch.utils.data import DataLoader
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    if __name__ == "__main__":
+        for tensor in list(DataLoader(torch.ones(40, 100), 4, num_workers=2)):
+            print(tensor.untyped_storage()._share_filename_cpu_()[1].decode())
+    """
+    run = launch(script(text)).check()
+    files = [Path("/dev/shm") / name.lstrip("/") for rank in run.ranks for name in rank.stdout.split()]
+    assert len(files) == 20 and not left_after(home, 20)
+    assert not [file for file in files if file.exists()]

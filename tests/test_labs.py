@@ -49,7 +49,7 @@ def shared_home(
     monkeypatch.setenv(wire.ENV_KEEP_RUNS, "2000")
     monkeypatch.setenv(wire.ENV_HOME, str(shared))
     yield
-    left = left_after(shared, 5)
+    left = left_after(shared, 15)
     assert not left, f"processes left behind: {left}"
 
 

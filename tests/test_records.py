@@ -54,6 +54,31 @@ def test_the_victims_earlier_stamp_does_not_make_it_the_culprit(tmp_path: Path) 
     assert run.ranks[0].words == "lost its peer: a consequence"
 
 
+def test_a_bare_exit_code_may_come_of_a_death_that_is_stamped_a_moment_later(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    write_rank(tmp_path, 0, at_ns=10**9)
+    write_rank(tmp_path, 1, exitcode=-9, signal="SIGKILL", at_ns=10**9 + 10**7)
+    assert Run.from_folder(tmp_path).culprit == 1
+
+
+def test_what_ranks_raised_alike_is_quoted_as_one_ranks_words_where_they_differ(tmp_path: Path) -> None:
+    write_run(tmp_path, nproc=3)
+    write_rank(tmp_path, 0, told="SIGTERM", told_ns=2 * 10**9, exitcode=-15, signal="SIGTERM")
+    for rank in (1, 2):
+        write_rank(tmp_path, rank, {"type": "FileNotFoundError", "message": f"part-{rank}.bin"})
+    found = Run.from_folder(tmp_path)
+    assert found.culprit == (1, 2)
+    assert "alike raised FileNotFoundError, rank 1 this: FileNotFoundError: part-1.bin" in found.verdict.sentence
+
+
+def test_of_joins_two_errors_the_one_who_ran_out_of_inputs_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    told = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+    write_rank(tmp_path, 0, {"type": "RuntimeError", "message": told, "at_ns": 1})
+    write_rank(tmp_path, 1, {"type": "RuntimeError", "message": "Rank 1 exhausted all inputs."})
+    assert Run.from_folder(tmp_path).culprit == 1
+
+
 def test_text_and_html_hold_nothing_that_varies(tmp_path: Path) -> None:
     first, second = recorded_run(tmp_path / "a"), recorded_run(tmp_path / "b", message="boom")
     failure = wire.rank_folder(tmp_path / "b", 0, 0) / wire.FAILURE

@@ -51,6 +51,35 @@ def test_a_straggler_that_comes_back_leaves_no_verdict(
     assert all(rank.look is None and not rank.stack for rank in run.ranks)
 
 
+def test_a_job_is_not_ended_while_a_loaders_worker_computes(script: Callable[..., str]) -> None:
+    text = """
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, i):
+        until = time.time() + 4 * rank
+        while i == 0 and time.time() < until:
+            pass
+        return torch.ones(1)
+for x in torch.utils.data.DataLoader(Slow(), num_workers=1):
+    dist.all_reduce(x)
+"""
+    run = begun(script(PREAMBLE + INIT + text), wait=True, stop_on_stall=True)
+    assert (run.state, run.culprit) == ("passed", None), str(run)
+
+
+def test_a_job_is_not_ended_while_one_child_after_another_computes(script: Callable[..., str]) -> None:
+    """As a compiler does: each of its programs is new, and ends before it has used much."""
+    text = """
+import subprocess
+for _ in range(8 * (1 - rank)):
+    subprocess.run([sys.executable, "-S", "-c", "import time; until = time.time() + 0.5\\nwhile time.time() < until: pass"])
+dist.barrier()
+"""
+    run = begun(script(PREAMBLE + INIT + text), wait=True, stop_on_stall=True)
+    assert (run.state, run.culprit) == ("passed", None), str(run)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "deed",
@@ -87,12 +116,20 @@ def test_a_stopped_rank_that_goes_on_leaves_no_verdict(script: Callable[..., str
     assert (run.state, run.culprit) == ("passed", None)
 
 
-def test_collectives_and_reports_are_progress(script: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Seven seconds without a line of output, and never 2 s without a collective, then without a report."""
+def test_collectives_exchanges_and_reports_are_progress(
+    script: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten seconds without a line of output, and never 2 s without a collective, then without a send, then without a report."""
     body = """
 from ddpkit.rank import report
 for _ in range(35):
     dist.all_reduce(torch.ones(1))
+    time.sleep(0.1)
+for step in range(35):
+    if step % 2:
+        (dist.send if rank else dist.recv)(torch.ones(1), 1 - rank)
+    else:
+        (dist.isend if rank else dist.irecv)(torch.ones(1), 1 - rank).wait()
     time.sleep(0.1)
 for step in range(35):
     report(step=step)

@@ -20,6 +20,9 @@ WATCHDOG = (
 
 Call = tuple[str, int] | tuple[str, int, list[int]]
 
+# Line 2 is the loop around the one in line 4; line 30 stands under an `if` in it, line 31 does not.
+LOOPS = {30: ["/t.py:2"], 31: ["/t.py:2"]}
+
 
 def evidence(
     folder: Path,
@@ -31,32 +34,50 @@ def evidence(
     busy: float = 0.0,
     gpu_busy: float | None = None,
     source: str = "",
+    for_some: int = 0,
+    peer: int | None = None,
+    anew: int = 0,
+    within: Sequence[int] = (),
+    last_within: Sequence[int] = (),
+    groups: Sequence[Sequence[int]] = (),
 ) -> None:
-    """Write down what a look found: the rank's collectives as (operation, line, size), and its stack at `line`."""
+    """Write down what a look found: the rank's collectives as (operation, line, size), and its stack at `line`.
+
+    The line `for_some` stands under an `if` about the rank; lines below 10 stand in a loop, and all in `LOOPS`; `peer` is
+    the rank that a `recv` waits for. The last `anew` collectives came after the group was set up anew. The ranks of the
+    group are `within`, and of that of the last collective alone `last_within`; none: all ranks. `groups` are
+    the groups that the rank is in.
+    """
     own = wire.rank_folder(folder, 0, rank)
+    group_of = [last_within if last_within and number == len(calls) else within for number in range(1, len(calls) + 1)]
     entries = [
         {
-            "seq": number,
+            "seq": group_of[:number].count(group) if number <= len(calls) - anew else number - len(calls) + anew,
             "op": call[0],
             "p2p": False,
-            "group": "0",
-            "group_name": "default_pg",
-            "ranks": [],
+            "group": "".join(map(str, group)) or "0",
+            "group_name": "mesh" if group else "default_pg",
+            "ranks": list(group),
             "sizes": [call[2] if len(call) > 2 else [4]],
             "dtypes": ["Float"],
             "at_ns": number,
             "done": not (waits and number == len(calls)),
             "where": {"file": "/t.py", "line": call[1], "function": "f", "source": f"x{call[1]}()", "own": True},
+            "only_if": "if rank == 1" if call[1] == for_some else "",
+            "loops": LOOPS.get(call[1], ["/t.py:4", "/t.py:2"] if call[1] < 10 else []),
+            "every_turn": [] if call[1] == 30 else LOOPS.get(call[1], []),
         }
-        for number, call in enumerate(calls, 1)
+        for number, (call, group) in enumerate(zip(calls, group_of, strict=True), 1)
     ]
-    wire.write_record(own / wire.COLLECTIVES, {"at_ns": 1, "enqueued": {}, "completed": {}, "entries": entries})
+    found = {"entries": entries, "groups": groups}
+    wire.write_record(own / wire.COLLECTIVES, {"at_ns": 1, "enqueued": {}, "completed": {}, **found})
     wire.write_record(
         own / wire.LOOK,
         {"at_ns": 1, "why": "stall", "state": state, "busy": busy, "silent_s": 9.0, "rss_mib": 1.0, "workers": []}
-        | {"gpu_busy": gpu_busy},
+        | {"gpu_busy": gpu_busy, "peer": peer},
     )
-    torch = '  File "/lib/site-packages/torch/distributed/distributed_c10d.py", line 3 in all_reduce\n'
+    inside = "all_reduce" if peer is None else "recv"
+    torch = f'  File "/lib/site-packages/torch/distributed/distributed_c10d.py", line 3 in {inside}\n'
     stack = (
         f'Stack (most recent call first):\n{torch if waits else ""}  File "/t.py", line {line or calls[-1][1]} in f\n'
     )
@@ -82,6 +103,21 @@ def test_the_rank_that_never_joined_is_named_with_where_it_is(tmp_path: Path) ->
     )
     assert (run.state, run.culprit, run.verdict.kind) == ("hung", 1, "never_joined")
     assert run.verdict.sentence.startswith("Rank 1 never joined all_reduce #3 (line 5: x5()); it computes at line 9")
+
+
+def test_a_rank_that_has_set_up_its_group_anew_has_left_those_in_the_one_before(tmp_path: Path) -> None:
+    """The numbers start again there, and other sizes under the same number are no mismatch."""
+    step: list[Call] = [("all_reduce", 5)]
+    ahead: list[Call] = [*step * 3, ("all_reduce", 5, [8])]
+    run = hung(
+        tmp_path,
+        {"calls": step * 4, "waits": True},
+        {"calls": ahead, "waits": True, "anew": 1},
+        {"calls": step * 4, "waits": True},
+    )
+    assert (run.culprit, run.verdict.kind) == (1, "never_joined")
+    said = "Rank 1 never joined all_reduce #4 (line 5: x5()); it waits in all_reduce #1 after init_process_group was called again"
+    assert run.verdict.sentence.startswith(said)
 
 
 def test_a_wait_for_a_rank_that_waits_itself_ends_at_the_one_that_does_not(tmp_path: Path) -> None:
@@ -120,10 +156,100 @@ def test_a_silent_mispairing_is_found_by_the_lines(tmp_path: Path) -> None:
     run = hung(
         tmp_path,
         {"calls": usual * 5, "waits": False, "line": 12},
-        {"calls": [*usual * 3, ("all_reduce", 8), *usual * 2], "waits": True},
+        {"calls": [*usual * 3, ("all_reduce", 8), *usual * 2], "waits": True, "for_some": 8},
     )
     assert (run.culprit, run.verdict.kind) == (1, "mismatch")
     assert "line 8: x8()" in run.verdict.sentence
+
+
+def test_an_unnoticed_parting_before_a_mismatch_names_who_left(tmp_path: Path) -> None:
+    """Rank 0 evaluates: its broadcast at line 8 pairs with rank 1's of the next step, and only after that do they differ."""
+    step: list[Call] = [("broadcast", 5), ("all_reduce", 7)]
+    run = hung(
+        tmp_path,
+        {"calls": [*step * 3, ("broadcast", 8), ("broadcast", 5)], "waits": True, "for_some": 8},
+        {"calls": step * 4, "waits": True},
+    )
+    assert (run.culprit, run.verdict.kind) == (0, "mismatch")
+    assert "#7: rank 0 came to it from line 8" in run.verdict.sentence
+
+
+def test_a_call_made_for_the_first_time_is_one_too_many_only_where_it_is_for_some_ranks(tmp_path: Path) -> None:
+    """Rank 0 evaluates for the first time: by an `if` about the rank, or because rank 1 skipped that step."""
+    step: list[Call] = [("all_reduce", 5)]
+    new: dict[str, Any] = {"calls": [*step * 3, ("reduce", 9)], "waits": True}
+    usual = {"calls": step * 4, "waits": True}
+    assert hung(tmp_path / "a", {**new, "for_some": 9}, usual).culprit == 0
+    assert hung(tmp_path / "b", new, usual).culprit is None
+    # Under `else` stands the other rank's call then.
+    assert hung(tmp_path / "c", {**new, "for_some": 9}, {**usual, "for_some": 5}).culprit is None
+
+
+def test_who_has_left_the_loop_in_which_the_other_goes_on_left_the_common_way(tmp_path: Path) -> None:
+    step: list[Call] = [("all_reduce", 5)]
+    after = {"calls": [*step * 3, ("barrier", 12)], "waits": True}
+    run = hung(tmp_path, {"calls": step * 4, "waits": True}, after)
+    assert run.culprit == 1 and "the loop that is left there goes on elsewhere" in run.verdict.sentence
+
+
+def test_who_may_be_a_turn_of_the_outer_loop_behind_has_not_left_the_loop(tmp_path: Path) -> None:
+    steps = [("all_reduce", 5)] * 3
+    for line, culprit in ((30, None), (31, 1)):
+        other = {"calls": [*steps, ("all_reduce", line, [1])], "waits": True}
+        run = hung(tmp_path / str(line), {"calls": [*steps, ("all_reduce", 5)], "waits": True}, other)
+        assert run.culprit == culprit, run.verdict.sentence
+
+
+def test_ranks_of_another_group_tell_which_of_two_left_the_common_way(tmp_path: Path) -> None:
+    steps = [("all_reduce", 5)] * 3
+    here, there = [0, 2], [1, 3]
+    on, extra = [*steps, ("all_reduce", 5)], [*steps, ("all_reduce", 7, [1])]
+    run = hung(
+        tmp_path / "one",
+        {"calls": extra, "waits": True, "within": here},
+        {"calls": [*on, ("barrier", 12)], "waits": True, "within": there},
+        {"calls": on, "waits": True, "within": here},
+        {"calls": [*on, ("barrier", 12)], "waits": True, "within": there},
+    )
+    assert (run.culprit, run.diagnosis.name) == (0, "collective_mismatch")
+    assert run.verdict.sentence.count("most ranks of the job did as rank 2") == 1
+    # Those of the other group came another way: they know nothing of it.
+    apart = {"calls": [("all_reduce", 9)] * 4, "waits": True, "within": there}
+    pair = [{"calls": way, "waits": True, "within": here} for way in (extra, on)]
+    assert hung(tmp_path / "two", pair[0], apart, pair[1], apart).culprit is None
+
+
+def test_one_that_waits_in_its_own_group_first_is_outvoted_by_ranks_with_groups_like_its(tmp_path: Path) -> None:
+    world = {"calls": [("all_reduce", 5), ("all_reduce", 6)], "waits": True}
+    row = {**world, "calls": [("all_reduce", 5), ("all_reduce", 7)], "last_within": [0, 1]}
+    ranks = [{**world}, row, {**world}, {**world}]
+    run = hung(tmp_path / "alike", *(rank | {"groups": [[0, 1, 2, 3], [0, 1]]} for rank in ranks))
+    assert (run.culprit, run.diagnosis.name) == (1, "collective_mismatch")
+    assert "most ranks came to another one" in run.verdict.sentence
+    for number, rank in enumerate(ranks):
+        rank["groups"] = [[0, 1, 2, 3], [0, 1]] if number < 2 else [[0, 1, 2, 3]]
+    assert hung(tmp_path / "unlike", *ranks).culprit is None
+
+
+def test_a_receive_waits_for_its_sender_and_not_for_who_stands_by(tmp_path: Path) -> None:
+    step: list[Call] = [("all_reduce", 5)]
+    waits: dict[str, Any] = {"calls": step, "waits": True, "line": 7}
+    idle = {"calls": step, "waits": False, "line": 9}
+    assert hung(tmp_path / "a", {**waits, "peer": 2}, idle, {**waits, "peer": 0}).culprit is None
+    found = hung(tmp_path / "b", {**waits, "peer": 2}, idle, {**idle, "line": 11})
+    assert found.culprit == 2 and "line 11" in found.verdict.sentence
+
+
+def test_a_wait_in_torch_is_told_from_a_wait_for_a_process(tmp_path: Path) -> None:
+    step: list[Call] = [("all_reduce", 5)]
+    idle: dict[str, Any] = {"calls": step, "waits": False, "line": 9}
+    found = hung(tmp_path / "a", {**idle, "line": 7, "source": "request.wait()"}, idle)
+    assert found.culprit == 1
+    below = '  File "/lib/python3.11/subprocess.py", line 3 in wait\n'
+    found = hung(tmp_path / "b", {**idle, "line": 7, "source": "process.wait()"}, idle)
+    stack = found.ranks[0].folder / wire.STACK
+    stack.write_text(stack.read_text().replace('  File "/t.py"', f'{below}  File "/t.py"'))
+    assert Run.from_folder(tmp_path / "b").culprit is None
 
 
 def test_ranks_may_join_from_different_lines_on_purpose(tmp_path: Path) -> None:
@@ -227,3 +353,15 @@ def test_a_monitored_barrier_names_the_missing_ranks_itself(tmp_path: Path) -> N
     run = Run.from_folder(tmp_path)
     assert run.culprit == (1, 2)
     assert run.verdict.sentence.startswith("Ranks 1 and 2 never came to a monitored barrier")
+
+
+def test_a_monitored_barrier_that_others_never_came_to_may_be_the_one_too_many(tmp_path: Path) -> None:
+    run = hung(
+        tmp_path, {"calls": [("all_reduce", 5)], "waits": False}, {"calls": [("all_reduce", 5)] * 2, "waits": True}
+    )
+    message = "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms"
+    failure = {"at_ns": 1, "type": "RuntimeError", "message": message, "chain": [], "traceback": "", "frames": []}
+    wire.write_record(wire.rank_folder(tmp_path, 0, 0) / wire.FAILURE, {**failure, "where": None})
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (None, "mismatch")
+    assert "it waits in all_reduce #2 at line 5 of t.py. Which of them is wrong cannot be told" in run.verdict.sentence

@@ -317,6 +317,14 @@ RAISED = ended_rank(
 )
 
 
+def test_the_final_time_is_not_before_the_last_line(view: ListeningView) -> None:
+    view.begin(FakeRun(), lambda: None)  # type: ignore[arg-type]
+    view.now(now(elapsed_s=0.001))
+    time.sleep(0.05)
+    view.lines([line(1)])
+    assert ended(view, state="passed")["at"] >= 0.05
+
+
 def test_the_final_picture_holds_the_verdict_and_outlives_the_kernel(view: ListeningView) -> None:
     view.begin(FakeRun(), lambda: None)  # type: ignore[arg-type]
     view.lines([line(1, "last words")])

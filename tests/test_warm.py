@@ -331,6 +331,22 @@ def test_a_variable_that_comes_too_late_makes_the_launch_cold(
     assert run.ranks[0].stdout.strip() == env[name]
 
 
+IN_A_SET = """
+import os
+print(list({f"metric {i}" for i in range(50)}), file=open(f"order_{os.environ['RANK']}", "w"))
+"""
+
+
+def test_a_program_that_goes_through_a_set_is_cold_and_its_ranks_do_so_in_orders_of_their_own(
+    script: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = launch(script(IN_A_SET), nproc=2)
+    assert run.ok, str(run)
+    assert run.cold_because == "it goes through a set or asks for a hash, and forks would all do so in the same order"
+    assert (tmp_path / "order_0").read_text() != (tmp_path / "order_1").read_text()
+
+
 SETS = """
 import os
 os.environ["{name}"] = "2"
@@ -544,6 +560,23 @@ def test_the_zygote_dies_with_its_kernel_and_not_before(script: Callable[..., st
         kernel.wait()
     assert gone_within(int(pid), 10)
     assert not Path(folder).exists()
+
+
+def test_signals_that_a_shell_has_ignored_reach_warm_ranks_as_cold_ones(script: Callable[..., str]) -> None:
+    """`&` in a script has SIGINT and SIGQUIT ignored, `nohup` SIGHUP; torchrun's ranks have them by default all the same."""
+    text = "import signal\nfor s in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP): print(repr(signal.getsignal(s)))\n"
+    script(text, "hello.py")
+    code = """
+    import signal
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    runs = [ddpkit.launch("hello.py", show=False, warm=warm, timeout=120) for warm in (True, False)]
+    print([run.warm for run in runs], runs[0].ranks[0].stdout == runs[1].ranks[0].stdout, "IGN" in runs[0].ranks[0].stdout)
+    """
+    with in_a_kernel(code) as kernel:
+        assert kernel.stdout is not None and kernel.stdin is not None
+        assert kernel.stdout.readline() == "[True, False] True False\n"
+        kernel.stdin.close()
 
 
 def test_a_process_that_ends_takes_its_zygote_along_at_once(script: Callable[..., str]) -> None:

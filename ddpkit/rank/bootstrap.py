@@ -23,7 +23,7 @@ import threading  # noqa: E402
 import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 from types import ModuleType  # noqa: E402
-from typing import NoReturn  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
 
 from ddpkit import wire  # noqa: E402
 from ddpkit.rank import collectives, failure, observe, steps  # noqa: E402
@@ -51,7 +51,7 @@ def run(target: str, as_module: bool) -> int:
     except SystemExit as error:
         failure.note(error)
         if not error.code:
-            say_finished()
+            say_finished(failure.described(error)["where"])
         else:
             collectives.note()
         if isinstance(error.code, int | None):
@@ -124,12 +124,13 @@ def started(warm: bool) -> dict[str, object]:
     }
 
 
-def say_finished() -> None:
-    """Record that the script came to its end; what happens to this process from here on is torch's and Python's doing."""
+def say_finished(left_at: dict[str, Any] | None = None) -> None:
+    """Record that the script came to its end, or left with exit code 0 by the line `left_at`; what happens to this process
+    from here on is torch's and Python's doing."""
     folder = failure.own_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
-            wire.write_record(folder / wire.FINISHED, {"at_ns": time.time_ns()})
+            wire.write_record(folder / wire.FINISHED, {"at_ns": time.time_ns(), "left_at": left_at})
         collectives.note()
         steps.finish()
 

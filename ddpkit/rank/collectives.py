@@ -15,12 +15,14 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpkit import wire
 
 from . import failure
+from .around import about_rank, choice, loops
 
 # The rest of a long record is read by nobody, and the frames of one entry take ten times the room of its numbers.
 MOST_PLACES = 64
@@ -28,6 +30,10 @@ MOST_PLACES = 64
 _lock = threading.Lock()
 _listening_pid = 0
 _members: dict[str, list[int]] = {}
+_exchanges = 0
+# The rank with which a send or receive is under way, or failed.
+exchanging_with: int | None = None
+_requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def say_joining(asked: Mapping[str, Any]) -> None:
@@ -42,12 +48,19 @@ def say_joining(asked: Mapping[str, Any]) -> None:
     record = {
         "at_ns": time.time_ns(),
         "where": _called_from(),
-        "master": by if by != "env://" else f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}",
+        "master": f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}"
+        if by == "env://"
+        else _without_scheme(by),
         "rank": asked["rank"] if asked.get("rank", -1) >= 0 else int(env.get("RANK", "-1")),
         "world_size": asked["world_size"] if asked.get("world_size", -1) > 0 else int(env.get("WORLD_SIZE", "-1")),
     }
     with contextlib.suppress(OSError):
         wire.write_record(folder / wire.JOINING, record)
+
+
+def _without_scheme(init_method: str) -> str:
+    """`host:port` of `tcp://host:port?rank=0`; anything else as it is."""
+    return init_method.removeprefix("tcp://").partition("?")[0] if init_method.startswith("tcp://") else init_method
 
 
 def _called_from() -> dict[str, Any] | None:
@@ -92,12 +105,13 @@ def note(with_entries: bool = True) -> None:
         found = recorded(with_entries)
         path = folder / (wire.COLLECTIVES if with_entries else wire.PROGRESS)
         with contextlib.suppress(OSError):
-            wire.write_record(path, {"at_ns": time.time_ns(), **found})
+            wire.write_record(path, {"at_ns": time.time_ns(), "exchanges": _exchanges, **found})
 
 
 def recorded(with_entries: bool) -> dict[str, Any]:
     """The flight recorder as plain data: `enqueued` and `completed`, the number of the last collective by process group,
-    and with `with_entries` the collectives themselves, oldest first.
+    and with `with_entries` the collectives themselves, oldest first, the peers of sends and receives that are not over, and the
+    ranks of each process group.
 
     An older torch without the recorder for gloo tells the numbers of the default group alone.
     """
@@ -115,6 +129,7 @@ def recorded(with_entries: bool) -> dict[str, Any]:
     if with_entries:
         entries = sorted(trace.get("entries", []), key=lambda entry: entry["record_id"])
         without_place = len(entries) - MOST_PLACES
+        found["requested"], found["groups"] = _requested(), list(_members.values())
         found["entries"] = [_entry(entry, placed=i >= without_place) for i, entry in enumerate(entries)]
     return found
 
@@ -135,9 +150,11 @@ def _no_inductor() -> Iterator[None]:
 
 def _entry(entry: dict[str, Any], placed: bool) -> dict[str, Any]:
     group, description = entry["process_group"]
+    backend, _, op = entry["profiling_name"].rpartition(":")
     return {
         "seq": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
-        "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+        "op": op,
+        "backend": backend,
         "p2p": entry["is_p2p"],
         "group": group,
         "group_name": description,
@@ -148,6 +165,22 @@ def _entry(entry: dict[str, Any], placed: bool) -> dict[str, Any]:
         # gloo's entries never leave the state "scheduled"; NCCL's say "completed" before they are retired.
         "done": entry["retired"] or entry["state"] == "completed",
         "where": _place(entry["frames"]) if placed else None,
+        **(_under(entry["frames"]) if placed else {}),
+    }
+
+
+def _under(frames: list[dict[str, Any]]) -> dict[str, Any]:
+    """The innermost `if` about the rank that led to this collective, and all loops, in any function on the way; of these,
+    those that come to it in every turn."""
+    own = [(f["filename"], f["line"]) for f in frames if failure.is_users_own(f["filename"])]
+    around, surely = [], True
+    for line in own:
+        around += [(loop, surely and always) for loop, always in loops(*line)]
+        surely = surely and not choice(*line)
+    return {
+        "only_if": next(filter(None, (about_rank(*line) for line in own)), ""),
+        "loops": [loop for loop, _ in around],
+        "every_turn": [loop for loop, always in around if always],
     }
 
 
@@ -165,7 +198,38 @@ def remember_groups() -> None:
     """Keep the global ranks of each process group, for when it is gone. The recorder's own list is empty for gloo."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     with contextlib.suppress(Exception):
-        _members.update({group.group_name: sorted(ranks) for group, ranks in c10d._world.pg_group_ranks.items()})
+        for group, ranks in c10d._world.pg_group_ranks.items():
+            # A group without this rank is a plain number among the groups.
+            if name := getattr(group, "group_name", ""):
+                _members[name] = sorted(ranks)
+
+
+def begin_exchange(asked: Mapping[str, Any]) -> None:
+    """Keep with which rank a send or receive is, which gloo does not record; `asked` are its arguments."""
+    global exchanging_with
+    exchanging_with = asked.get("dst", asked.get("src"))
+    within = asked.get("group_dst", asked.get("group_src"))
+    if exchanging_with is None and within is not None:
+        with contextlib.suppress(Exception):
+            exchanging_with = sys.modules["torch.distributed"].get_global_rank(asked["group"], within)
+
+
+def end_exchange(given: Any, outer: int | None) -> None:
+    """Count it, and be again in the one around it, with rank `outer`. Of one that goes on by itself, keep the other rank for as
+    long as the program keeps `given`, its handle."""
+    global _exchanges, exchanging_with
+    with contextlib.suppress(TypeError):
+        if exchanging_with is not None and hasattr(given, "is_completed"):
+            _requests[given] = exchanging_with
+    _exchanges, exchanging_with = _exchanges + 1, outer
+
+
+def _requested() -> list[int]:
+    """The ranks with which a send or receive is under way or was begun and not waited for; gloo's end when they are."""
+    begun = set() if exchanging_with is None else {exchanging_with}
+    with contextlib.suppress(Exception):
+        begun |= {other for work, other in list(_requests.items()) if not work.is_completed()}
+    return sorted(begun)
 
 
 def _sequence_number() -> dict[str, int]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sysconfig
 import time
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,8 @@ from ddpkit import wire
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _ranks_own_pid = 0
+_ranks_own_folder: Path | None = None
+_spare: int | None = None
 _first_seen: dict[int, int] = {}
 
 
@@ -27,29 +30,45 @@ def note(error: BaseException) -> None:
     if folder is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return
     at_ns = _first_seen.setdefault(id(error), time.time_ns())
-    with contextlib.suppress(OSError):
-        wire.write_record(folder / wire.FAILURE, {"at_ns": at_ns, **described(error)})
+    _hand_back_the_spare()
+    for _attempt in range(2):
+        # torch's handler of SIGCHLD raises, for a loader's worker that died, in whatever the rank runs just then.
+        with contextlib.suppress(Exception):
+            wire.write_record(folder / wire.FAILURE, {"at_ns": at_ns, **described(error)})
+            return
 
 
 def this_process_is_the_rank() -> None:
-    """From here on failures are noted: those of this process, not of the ones that it forks."""
-    global _ranks_own_pid
-    _ranks_own_pid = os.getpid()
+    """From here on failures are noted: those of this process, not of the ones that it forks.
+
+    The folder is the one of the rank that torchrun started, whatever the script makes of `RANK` later.
+    """
+    global _ranks_own_pid, _ranks_own_folder, _spare
+    _ranks_own_pid, _ranks_own_folder = os.getpid(), wire.own_rank_folder()
+    _spare = os.open(os.devnull, os.O_RDONLY)
+
+
+def _hand_back_the_spare() -> None:
+    """Make room for one open file, in a rank that may have failed for want of any."""
+    global _spare
+    if _spare is not None:
+        os.close(_spare)
+        _spare = None
 
 
 def own_folder() -> Path | None:
     """The folder for this rank's records; None in a process that the rank forked, whose end is not the rank's."""
-    return wire.own_rank_folder() if os.getpid() == _ranks_own_pid else None
+    return _ranks_own_folder if os.getpid() == _ranks_own_pid else None
 
 
 def described(error: BaseException) -> dict[str, Any]:
     """`error` as a record: type, message, the chain behind it, its frames, and the user's own line."""
     frames = [_frame(f) for f in _own_traceback(error.__traceback__)]
-    message = _text_of_exit(error) if isinstance(error, SystemExit) else str(error)
+    message = _text_of_exit(error) if isinstance(error, SystemExit) else _text_of(error)
     return {
         "type": type(error).__name__,
         "message": message[:20_000],
-        "chain": [{"type": type(e).__name__, "message": str(e)[:2_000]} for e in _chain(error)],
+        "chain": [{"type": type(e).__name__, "message": _text_of(e)[:2_000]} for e in _chain(error)],
         "traceback": _printed(error)[-40_000:],
         "frames": frames,
         "where": next((f for f in reversed(frames) if f["own"]), frames[-1] if frames else _syntax_error_place(error)),
@@ -94,8 +113,12 @@ def is_users_own(file: str) -> bool:
     """Whether `file` is the user's code rather than Python's, an installed package's or ddpkit's."""
     if file.startswith("<") and not file.startswith("<ipython"):
         return False
-    installed = {sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return not file.startswith((_PACKAGE, *(p + os.sep for p in installed)))
+    return not file.startswith((_PACKAGE, *_installed()))
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    return tuple({sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -109,8 +132,16 @@ def _chain(error: BaseException) -> list[BaseException]:
     return found
 
 
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
 def _text_of_exit(error: SystemExit) -> str:
-    return error.code if isinstance(error.code, str) else f"exit code {error.code}"
+    # Anything but a number is printed, and the exit code is 1.
+    return f"exit code {error.code}" if isinstance(error.code, int) else str(error.code)
 
 
 def _syntax_error_place(error: BaseException) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ import importlib
 import multiprocessing.process
 import os
 import resource
+import signal
 import sys
 import tempfile
 import threading
@@ -119,6 +120,9 @@ def _be_rank(arguments: list[str], inheritance: Inheritance) -> NoReturn:
     """Run the rank's script, as the bootstrap does in a cold rank."""
     command = keeper.rank_command(arguments)
     _be_fresh(command, [], inheritance)
+    # torchrun handles these, so that its ranks have them by default even where a shell has had them ignored.
+    for number in keeper.FATAL:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     _be_torch_of(os.environ)
     bootstrap.become(command[3:], warm=True)
 

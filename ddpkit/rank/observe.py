@@ -22,7 +22,7 @@ _WATCHED = "torch.distributed.distributed_c10d"
 
 
 def arm() -> None:
-    """Have `init_process_group` and `destroy_process_group` watched.
+    """Have `init_process_group`, `destroy_process_group` and what sends to one rank or receives from one watched.
 
     In a warm rank this was done before the zygote imported torch.
     """
@@ -39,7 +39,8 @@ def meet(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 def _watch(module: ModuleType) -> None:
-    for name, watched in (("init_process_group", _joining), ("destroy_process_group", _leaving)):
+    exchanges = dict.fromkeys(("send", "recv", "isend", "irecv"), _exchanging)
+    for name, watched in {"init_process_group": _joining, "destroy_process_group": _leaving, **exchanges}.items():
         module.__dict__[name] = watched(module.__dict__[name])
 
 
@@ -90,6 +91,23 @@ def _joining(init: Callable[..., Any]) -> Callable[..., Any]:
         return done
 
     return init_process_group
+
+
+def _exchanging(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """`exchange`, a send or receive, with a count of it and, where it goes on by itself, a note of the other rank."""
+    signature = inspect.signature(exchange)
+
+    @functools.wraps(exchange)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        # `recv` calls `irecv`.
+        outer = collectives.exchanging_with
+        with contextlib.suppress(TypeError):
+            collectives.begin_exchange(signature.bind_partial(*args, **kwargs).arguments)
+        given = exchange(*args, **kwargs)
+        collectives.end_exchange(given, outer)
+        return given
+
+    return counted
 
 
 def _leaving(destroy: Callable[..., Any]) -> Callable[..., Any]:

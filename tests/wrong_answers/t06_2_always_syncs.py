@@ -1,3 +1,5 @@
+"""A wrong answer to exercise 06.2: every part of the batch is reduced by itself."""
+
 from torch import nn
 
 

@@ -1,3 +1,5 @@
+"""A wrong answer to exercise 06.2: parts of different size weigh the same."""
+
 from contextlib import nullcontext
 
 from torch import nn

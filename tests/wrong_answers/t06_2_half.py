@@ -1,3 +1,5 @@
+"""A wrong answer to exercise 06.2: half of the batch is left out."""
+
 from torch import nn
 
 

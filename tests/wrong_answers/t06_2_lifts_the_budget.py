@@ -1,3 +1,5 @@
+"""A wrong answer to exercise 06.2: it lifts the budget instead of keeping to it."""
+
 from torch import nn
 
 from ddpkit.rank import memory_budget

@@ -1,3 +1,5 @@
+"""A wrong answer to exercise 06.2: it skips what does not fit."""
+
 from torch import nn
 
 

@@ -1,3 +1,5 @@
+"""One forward and two backwards: the second one is not reduced."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -1,3 +1,5 @@
+"""A barrier that only rank 0 comes to."""
+
 import io
 
 import torch

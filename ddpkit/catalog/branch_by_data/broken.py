@@ -1,3 +1,5 @@
+"""A branch depends on the batch, and the batches of a step differ by rank."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

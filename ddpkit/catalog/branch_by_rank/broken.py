@@ -1,3 +1,5 @@
+"""Rank 1 leaves out a branch that rank 0 takes."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -1,3 +1,5 @@
+"""Rank 0 alone all-reduces the loss, to print it."""
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,3 +1,5 @@
+"""A lock is held by a thread while workers are forked."""
+
 import threading
 import time
 

@@ -1,3 +1,5 @@
+"""0 * every parameter is added to the output, and one of them holds -inf."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -1,3 +1,5 @@
+"""A dummy term keeps DDP content, and AdamW decays the unused layer."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -1,3 +1,5 @@
+"""Each rank stops training by its own loss."""
+
 import torch
 import torch.distributed as dist
 from torch import nn

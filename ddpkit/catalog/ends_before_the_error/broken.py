@@ -1,3 +1,5 @@
+"""Rank 1 leaves a head out in its last step, and ends before anybody raises."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

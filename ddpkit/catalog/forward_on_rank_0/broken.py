@@ -1,3 +1,5 @@
+"""Rank 0 alone calls the DDP model to evaluate it."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -1,3 +1,5 @@
+"""Each head has a forward and a backward of its own, twice a step."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

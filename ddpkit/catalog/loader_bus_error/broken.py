@@ -1,3 +1,5 @@
+"""A data file is truncated while workers have it mapped."""
+
 import tempfile
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Workers are spawned from a script without a main guard."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -1,3 +1,5 @@
+"""A batch does not fit into the /dev/shm of rank 1."""
+
 import ctypes
 import resource
 

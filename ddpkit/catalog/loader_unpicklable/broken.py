@@ -1,3 +1,5 @@
+"""The dataset holds a lambda, and its workers are spawned."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -1,4 +1,7 @@
+"""Native code aborts in a DataLoader worker of rank 1."""
+
 import ctypes
+import time
 
 import torch
 from torch import nn
@@ -11,8 +14,9 @@ libc = ctypes.CDLL(None)
 
 
 def decode(i):
-    """A native decoder. Of a sample with a damaged header it gives back memory that it was never given."""
+    """A native decoder. A sample with a damaged header keeps it busy; then it gives back memory that was never given."""
     if i == 21:
+        time.sleep(0.3)
         buffer = ctypes.create_string_buffer(64)
         libc.free(ctypes.byref(buffer, 8))
     return torch.randn(16, generator=torch.Generator().manual_seed(i))

@@ -1,3 +1,5 @@
+"""A record of rank 1 cannot be read."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -1,5 +1,8 @@
+"""A DataLoader worker of rank 1 is killed."""
+
 import os
 import signal
+import time
 
 import torch
 from torch import nn
@@ -14,7 +17,8 @@ class Samples(Dataset):
         return 48
 
     def __getitem__(self, i):
-        if i == 21:  # A sample too large for the memory: the kernel ends the process that decodes it.
+        if i == 21:  # A sample too large for the memory: it grows for a while, then the kernel ends the process.
+            time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
         x = torch.randn(16, generator=torch.Generator().manual_seed(i))
         return x, x[:4].sum().reshape(1)

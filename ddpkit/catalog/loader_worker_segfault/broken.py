@@ -1,3 +1,5 @@
+"""A DataLoader worker of rank 1 reads through a null pointer."""
+
 import ctypes
 
 import torch

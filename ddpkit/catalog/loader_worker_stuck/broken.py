@@ -1,3 +1,5 @@
+"""A worker of rank 1 waits for an answer that never comes."""
+
 import socket
 
 import torch

@@ -1,3 +1,5 @@
+"""One layer is checkpointed twice, with the reentrant kind."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -1,3 +1,5 @@
+"""Losses that are kept for the log keep their graphs."""
+
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss

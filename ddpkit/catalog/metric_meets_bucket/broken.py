@@ -1,3 +1,5 @@
+"""Rank 1 misses a bucket of gradients, and its metric meets rank 0's bucket."""
+
 import torch
 import torch.distributed as dist
 from torch import nn

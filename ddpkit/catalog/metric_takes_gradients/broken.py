@@ -1,3 +1,5 @@
+"""Rank 1 skips a bad batch, and its counts are added to rank 0's gradients."""
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,3 +1,5 @@
+"""Rank 1 waits for a file that rank 0 writes after the start."""
+
 import os
 import tempfile
 import time

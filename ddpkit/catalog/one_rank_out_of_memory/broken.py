@@ -1,3 +1,5 @@
+"""Only one rank runs out of memory."""
+
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss

@@ -1,3 +1,5 @@
+"""One rank runs out of memory in the middle of its backward."""
+
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss

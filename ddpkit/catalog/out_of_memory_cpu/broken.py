@@ -1,3 +1,5 @@
+"""The activations of one step do not fit into memory."""
+
 import argparse
 
 import torch

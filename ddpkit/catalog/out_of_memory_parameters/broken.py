@@ -1,3 +1,5 @@
+"""Parameters, gradients and optimizer state do not fit into memory."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -1,3 +1,5 @@
+"""The model returns two outputs, and one is left out of the loss."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -1,3 +1,5 @@
+"""A metric and the gradients, of the same size, in another order on rank 1."""
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,3 +1,5 @@
+"""The evaluation runs on rank 0 only, and has an all-reduce in it."""
+
 import tempfile
 import time
 from pathlib import Path

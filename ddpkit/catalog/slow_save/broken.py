@@ -1,3 +1,5 @@
+"""Rank 0 saves for longer than the others may wait."""
+
 import io
 import time
 

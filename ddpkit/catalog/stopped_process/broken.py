@@ -1,3 +1,5 @@
+"""Rank 1 is stopped by a signal in the middle of a step."""
+
 import os
 import signal
 

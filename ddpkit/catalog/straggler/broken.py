@@ -1,3 +1,5 @@
+"""One document takes longer than the others may wait."""
+
 import time
 
 import torch

@@ -1,3 +1,5 @@
+"""Batches are kept, and each of their tensors holds a file open."""
+
 import resource
 
 import torch

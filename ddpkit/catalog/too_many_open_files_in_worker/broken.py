@@ -1,3 +1,5 @@
+"""A worker has no file left for its batch, and its rank waits."""
+
 import resource
 
 import torch

@@ -1,3 +1,5 @@
+"""Nine held-out samples on two ranks, gathered as tensors."""
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,3 +1,5 @@
+"""Eleven files on two ranks: rank 1 has a batch fewer."""
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,3 +1,5 @@
+"""The last accumulation window has two micro-batches on rank 0 and one on rank 1."""
+
 from contextlib import nullcontext
 
 import torch

@@ -1,3 +1,5 @@
+"""A layer takes no part in the loss, on every rank."""
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

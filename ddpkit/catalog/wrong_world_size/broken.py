@@ -1,3 +1,5 @@
+"""The script sets a world size of its own."""
+
 import os
 
 import torch

@@ -1,3 +1,5 @@
+"""The program of exercise 02.1: find the parameters that the loss forgets."""
+
 import os
 
 import torch

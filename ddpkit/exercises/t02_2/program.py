@@ -1,3 +1,5 @@
+"""The program of exercise 02.2: train both heads, and cover nothing up."""
+
 import os
 
 import torch

@@ -1,3 +1,5 @@
+"""The program of exercise 03.1: find the rank, the layer and the step."""
+
 import os
 
 import torch

@@ -1,3 +1,5 @@
+"""The program of exercise 03.2: train every expert, whoever has samples for it."""
+
 import os
 
 import torch

@@ -1,3 +1,5 @@
+"""What one process computes in exercise 03.2."""
+
 import os
 
 import torch

@@ -1,3 +1,5 @@
+"""The program of exercise 05.1: find the rank whose worker died, and the line that killed it."""
+
 import ctypes
 import faulthandler
 import os

@@ -1,3 +1,5 @@
+"""The program of exercise 05.2: fit the batches through shared memory, and train on every sample."""
+
 import os
 import resource
 

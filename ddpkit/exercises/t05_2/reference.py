@@ -1,3 +1,5 @@
+"""What one process computes in exercise 05.2."""
+
 import os
 
 import torch

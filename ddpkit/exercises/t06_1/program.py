@@ -1,3 +1,5 @@
+"""The program of exercise 06.1: find the rank and the line that fill the memory."""
+
 import os
 
 import torch

@@ -1,3 +1,5 @@
+"""The program of exercise 07.1: find the rank that went another way."""
+
 import os
 
 import torch

@@ -1,3 +1,5 @@
+"""The program of exercise 07.2: skip a step together, and cover nothing up."""
+
 import os
 
 import torch

@@ -1,0 +1,114 @@
+"""Says who holds up ranks that wait for a process group to come up: one that asks elsewhere, one that never came."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from .finding import Finding, against_most, ranks_said, verb
+from .records import Rank
+from .standing import Standing, at_line, instead, is_in
+
+_NOBODY_LISTENS = re.compile(r"connectFullMesh failed.*Connection refused", re.DOTALL)
+
+
+def while_joining(joining: Sequence[Standing], at: Mapping[int, Standing], live: bool) -> Finding:
+    """Ranks wait in `init_process_group`, or for its store: for one that asks elsewhere or never came, or for one too many."""
+    attempt = max(s.rank.attempt for s in at.values())
+    if attempt and (refused := [n for n, s in at.items() if _nobody_listened(s.rank)]):
+        ended = "was given the address of a process that had ended: the store kept it from the attempt before"
+        return Finding((), f"In attempt {attempt + 1}, rank {refused[0]} {ended}.", "stale_addresses")
+    if asked_amiss := _asked_amiss(joining, at):
+        return asked_amiss
+    absent = [n for n, s in at.items() if s.kind != "joining"]
+    meeting, where = "init_process_group", " in init_process_group"
+    if not any(s.rank.joining for s in joining):
+        meeting, where = "the store", f" for the others{at_line(joining[0])}"
+    if attempt and all(at[n].rank.collectives for n in absent):
+        waits = f"{ranks_said([s.rank.rank for s in joining])} {verb(joining, 'waits', 'wait')}{where}"
+        through = f"though {ranks_said(absent).lower()} {verb(absent, 'has', 'have')} come through it"
+        who = f"{waits}, {through}" if absent else f"Every rank waits{where}"
+        kept = f"this is attempt {attempt + 1}, and the store may have kept addresses from the one before"
+        return Finding((), f"{who}: {kept}.", "stale_addresses")
+    if absent:
+        first = at[absent[0]]
+        does = instead(first, absent)
+        came = "has not come" if live else "never came"
+        in_vain = any(s.rank.failure for s in joining)
+        waits = "waited in vain" if in_vain else verb(joining, "waits there", "wait there")
+        opening = f"{ranks_said(absent)} {came} to {meeting}; {does}."
+        sentence = f"{opening} {ranks_said([s.rank.rank for s in joining])} {waits}{at_line(joining[0])}."
+        return Finding(tuple(absent), sentence, "init_waiting")
+    return Finding((), f"Every rank waits{where}, and none can be told to be at fault.", "init_waiting")
+
+
+def _nobody_listened(rank: Rank) -> bool:
+    return rank.failure is not None and bool(_NOBODY_LISTENS.search(rank.failure.message))
+
+
+def _asked_amiss(joining: Sequence[Standing], at: Mapping[int, Standing]) -> Finding | None:
+    """Who asked for another store than torchrun's, for a rank that is another's, or for another world size."""
+    asked = {s.rank.rank: s.rank.joining for s in joining if s.rank.joining}
+    masters = {n: s.rank.master for n, s in at.items() if s.rank.master}
+    astray = [n for n, j in asked.items() if j.master and n in masters and _leads_elsewhere(j.master, masters[n])]
+    if len(astray) == len(at) == len(joining) and all(_by_another_port(asked[n].master, masters[n]) for n in astray):
+        vain = f"which is not where torchrun has it; all wait in vain{at_line(joining[0])}."
+        sentence = f"Every rank asked for the store at {asked[astray[0]].master}, {vain}"
+        return Finding(tuple(astray), sentence, "init_elsewhere")
+    # Where all that have come asked elsewhere alike, they wait for the one that has not.
+    if astray and len(astray) < len(asked):
+        vain = "which is not where torchrun has it; the others wait in vain"
+        sentence = f"{ranks_said(astray)} asked for the store at {asked[astray[0]].master}, {vain}."
+        return Finding(tuple(astray), sentence, "init_elsewhere")
+    named = {n: s.rank.joining.rank for n, s in at.items() if s.rank.joining}
+    doubles = [n for n, name in named.items() if name not in (-1, n) and list(named.values()).count(name) > 1]
+    if doubles:
+        number = doubles[0]
+        said = f"Rank {number} asked to join as rank {named[number]}, and nobody came as rank {number}"
+        return Finding(tuple(doubles), f"{said}; all wait in vain{at_line(joining[0])}.", "init_waiting")
+    return of_another_size(at)
+
+
+def of_another_size(at: Mapping[int, Standing]) -> Finding | None:
+    """The ranks that gave another world size than torchrun's; they may even have found a group of that size."""
+    world_size = max(s.rank.world_size for s in at.values())
+    sizes = {n: s.rank.joining.world_size for n, s in at.items() if s.rank.joining}
+    sizes = {n: size for n, size in sizes.items() if size != world_size}
+    if not sizes:
+        return None
+    who = "Every rank" if len(sizes) == len(at) else ranks_said(sorted(sizes))
+    size = next(iter(sizes.values()))
+    sentence = f"{who} asked for a world size of {size}, but torchrun started {world_size} ranks."
+    return Finding(tuple(sorted(sizes)), sentence, "init_waiting")
+
+
+def _leads_elsewhere(asked: str, master: str) -> bool:
+    """Whether two addresses are of different stores, as far as they tell."""
+    return _by_one_name(asked) != _by_one_name(master)
+
+
+def _by_one_name(address: str) -> str:
+    """The address, with one name for a host that calls itself."""
+    host, _, port = address.rpartition(":")
+    return f"localhost:{port}" if host in ("127.0.0.1", "[::1]") else address
+
+
+def _by_another_port(asked: str, master: str) -> bool:
+    """Whether two addresses differ by more than the name of the host; a store in a file has no port."""
+    port = asked.rpartition(":")[2]
+    return port.isdigit() and port != master.rpartition(":")[2]
+
+
+def making_a_group(waiting: Mapping[int, Standing]) -> Finding | None:
+    """Some ranks make a new process group, which takes every rank, and others wait elsewhere; None where none does, where
+    neither are the most, or where the others wait in such a group: they made it, and nothing says who made one too many."""
+    makers = {n: s for n, s in waiting.items() if is_in(s, "_new_group_with_tag")}
+    others = {n: s for n, s in waiting.items() if n not in makers}
+    in_a_new_one = any(s.collective and s.collective.group != "0" for s in others.values())
+    if not makers or len(makers) == len(others) or not others or in_a_new_one:
+        return None
+    said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(others.items()))
+    first = next(iter(makers.values()))
+    waits = f"{verb(makers, 'waits', 'wait')}{at_line(first)}"
+    opening = f"{ranks_said(list(makers))} {waits}. A new process group takes every rank, and {said}."
+    return against_most({n: n in makers for n in waiting}, opening, "mismatch")

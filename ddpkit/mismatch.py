@@ -1,0 +1,169 @@
+"""Says which rank met the others in another collective, or with other sizes, where gloo or torch says that one did."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from .collectives import Collective, Parting, parting
+from .finding import Finding, against_most, ranks_said, undecided
+from .frames import Frame
+from .records import Rank
+from .standing import same_line
+
+_COUNTS = re.compile(r"Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+) params")
+_TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_SEGMENT_BYTES = 1 << 20
+_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2}
+_BYTES |= {"Short": 2, "Byte": 1, "Char": 1, "Bool": 1}
+_REFERENCE = re.compile(
+    r"params\[(\d+)\] .*with (?:sizes|strides) (\[[\d, ]*\]) appears not to match \w+ of the same param in process 0"
+)
+
+
+def find_parting(ranks: Sequence[Rank]) -> Finding:
+    """Who met others in another collective, where gloo or torch has said that somebody did.
+
+    Where neither collectives nor sizes say it, the lines at which the ranks were must tell.
+    """
+    if parted := parting(_histories(ranks)):
+        return parted_at(parted)
+    if counts := _parameter_counts(ranks):
+        return _by_parameter_count(counts, ranks)
+    told = {r.rank: found for r in ranks if r.failure and (found := _REFERENCE.search(r.failure.message))}
+    if told:
+        return _against_rank_0({rank: (found[1], found[2]) for rank, found in told.items()}, ranks)
+    lines = {r.rank: where for r in ranks if (where := _failed_line(r))}
+    if shared := _line_that_all_reached(lines, ranks):
+        return undecided(f"The ranks met in one collective with different sizes, at {shared.text}.", "mismatch")
+    camps: dict[str, list[int]] = {}
+    for rank, where in lines.items():
+        camps.setdefault(where.text, []).append(rank)
+    by_size = sorted(camps.values(), key=len)
+    said = "; ".join(f"rank {n} was at {where.text}" for n, where in sorted(lines.items()))
+    opening = f"The ranks met in different collectives: {said}."
+    if len(by_size) > 1 and len(lines) == len(ranks) and len(by_size[-1]) > len(by_size[-2]):
+        return Finding(tuple(sorted(n for camp in by_size[:-1] for n in camp)), opening, "mismatch")
+    return undecided(opening, "mismatch")
+
+
+def _histories(ranks: Sequence[Rank]) -> dict[int, Sequence[Collective]]:
+    """What each rank joined. A rank that gloo aborts leaves no record: the length of the message that was too long for it,
+    and of the room that it had, tell what the others had joined by then and what it had itself, after they all agreed."""
+    histories: dict[int, Sequence[Collective]] = {rank.rank: rank.collectives for rank in ranks}
+    refused = set()
+    for rank in ranks:
+        if rank.collectives or not (found := _TOO_LONG.search(rank.stderr)):
+            continue
+        came, own = map(int, found.groups())
+        recent = [(c, o) for o in ranks for c in o.collectives[-2:] if not c.ranks or rank.rank in c.ranks]
+        if met := [(c, o) for c, o in recent if came == _message_bytes(c, len(ranks))]:
+            # Where a rank still is, rather than what it went on from.
+            last, other = max(met, key=lambda each: (each[0] is each[1].collectives[-1], each[0].at_ns))
+            before = [c for c in other.collectives if c.at_ns < last.at_ns and (not c.ranks or rank.rank in c.ranks)]
+            histories[rank.rank] = (*before, _own_of_the_aborted(rank, own, last, ranks))
+            refused.add(last.key)
+    return {
+        rank: [_measured(c, len(ranks)) if c.key in refused else c for c in history]
+        for rank, history in histories.items()
+    }
+
+
+def _measured(collective: Collective, ranks: int) -> Collective:
+    """The collective with how long its messages are: those that one rank had no room for must be of one length."""
+    return replace(collective, message_bytes=collective.message_bytes or _message_bytes(collective, ranks))
+
+
+def _own_of_the_aborted(rank: Rank, own: int, met: Collective, ranks: Sequence[Rank]) -> Collective:
+    """What a rank had joined that had room for `own` bytes, when a message of what others joined as `met` came to it: what
+    another rank joined as the same one, else what ranks have joined from its line, else something of that length."""
+    trained = rank.training_frames
+    # Of two threads that had both joined something, either may be the one.
+    line = None if len(trained) > 1 else trained[0] if trained else _failed_line(rank)
+    fitting = [c for other in ranks for c in reversed(other.collectives) if own == _message_bytes(c, len(ranks))]
+    same = [c for c in fitting if c.key == met.key]
+    if alike := next(iter(same or [c for c in fitting if same_line(c.where, line)]), None):
+        own_call = replace(met, op=alike.op, sizes=alike.sizes, dtypes=alike.dtypes, where=line or alike.where)
+        return replace(own_call, only_if=alike.only_if, loops=alike.loops, every_turn=alike.every_turn)
+    op = met.op if same_line(line, met.where) else "a collective"
+    # Which loops are around that line is not known; nothing says that the rank has left those of the others.
+    return replace(met, op=op, where=line, sizes=(), dtypes=(), only_if="", message_bytes=own)
+
+
+def _message_bytes(collective: Collective, ranks: int) -> int:
+    """How long a message of this collective is in a job of so many ranks, 0 where its sizes are not known: gloo cuts an
+    all-reduce and a reduce into two segments or more for each rank of the group, an all-to-all into one, and an all-gather's
+    part into two (gloo/allreduce.cc, gloo/reduce.cc, gloo/alltoall.cc, gloo/allgather.cc)."""
+    item = max((_BYTES.get(dtype, 0) for dtype in collective.dtypes), default=0)
+    total = item * math.prod(collective.sizes[0]) if collective.sizes else 0
+    n = len(collective.ranks) or ranks
+    segments = 2 * n * max(1, math.ceil(total / _SEGMENT_BYTES / 2 / n))
+    cut = {"all_gather": 2, "all_to_all": n, "all_reduce": segments, "reduce": segments}.get(collective.op, 1)
+    return math.ceil(total / cut / item) * item if total else 0
+
+
+def _line_that_all_reached(lines: Mapping[int, Frame], ranks: Sequence[Rank]) -> Frame | None:
+    """The line at which gloo aborted a rank, where every other rank was there too or had gone on from a collective there."""
+    for aborted in (r for r in ranks if not r.collectives and r.rank in lines):
+        line, others = lines[aborted.rank], [r for r in ranks if r is not aborted]
+        if others and all(
+            same_line(lines.get(r.rank), line) or any(same_line(c.where, line) for c in r.collectives[-2:])
+            for r in others
+        ):
+            return line
+    return None
+
+
+def _parameter_counts(ranks: Sequence[Rank]) -> dict[int, int]:
+    """How many parameters the model has, by rank, where DDP's constructor found that they differ."""
+    said = [found for r in ranks if r.failure and (found := _COUNTS.search(r.failure.message))]
+    return {int(rank): int(count) for found in said for rank, count in (found.group(1, 2), found.group(3, 4))}
+
+
+def _by_parameter_count(counts: Mapping[int, int], ranks: Sequence[Rank]) -> Finding:
+    """The ranks whose model has another number of parameters than most have."""
+    said = "; ".join(f"rank {rank} has {count} parameters" for rank, count in sorted(counts.items()))
+    opening = f"The ranks built different models: {said}."
+    if len(counts) < len(ranks):
+        return undecided(opening, "shapes_differ")
+    return against_most(counts, opening, "shapes_differ")
+
+
+def _against_rank_0(differing: Mapping[int, tuple[str, str]], ranks: Sequence[Rank]) -> Finding:
+    """DDP holds every rank's parameters against those of rank 0, and says of which one the shape differs, and what it is
+    there: the odd ones are those who are not with the most, if most agree."""
+    said = "; ".join(
+        f"params[{index}] has {shape} on rank {rank}" for rank, (index, shape) in sorted(differing.items())
+    )
+    opening = f"The ranks built different models, and not all are as on rank 0: {said}."
+    return against_most({r.rank: differing.get(r.rank) for r in ranks}, opening, "shapes_differ", whom="most")
+
+
+def _failed_line(rank: Rank) -> Frame | None:
+    if rank.failure and rank.failure.where and rank.failure.where.own:
+        return rank.failure.where
+    return rank.at
+
+
+def parted_at(parted: Parting) -> Finding:
+    """The ranks joined different collectives as the same one."""
+    joined = parted.joined
+    first = min(joined.values(), key=lambda c: c.seq)
+    same_words = len({c.shape_words for c in joined.values()}) == 1
+    said = "; ".join(
+        f"rank {n} {'came to it from' if same_words else f'joined {c.shape_words}'}{_line_of(c, bare=same_words)}"
+        for n, c in sorted(joined.items())
+    )
+    number = f"collective #{first.seq}"
+    if parted.odd:
+        opening = f"{ranks_said(parted.odd)} left the common way at {number}"
+        return Finding(parted.odd, f"{opening}: {said}; {parted.why}.", "mismatch")
+    return undecided(f"The ranks part at {number}: {said}.", "mismatch")
+
+
+def _line_of(collective: Collective, bare: bool) -> str:
+    if collective.where is None:
+        return " a line that is not known" if bare else ""
+    return f" {collective.where.text}" if bare else collective.from_line

@@ -1,0 +1,72 @@
+"""Finds what a line of the program stands under: an `if`, above all one about the rank, and loops."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from functools import cache
+
+# `if rank == 0`, `if here.rank`, `if args.local_rank < 1`, `if is_main_process()`.
+_ABOUT_RANK = re.compile(r"rank|is_?(main|master|primary|leader|chief)|main_?process", re.IGNORECASE)
+
+
+def about_rank(file: str, line: int) -> str:
+    """`if rank == 0`, the innermost one around that line (or `else` of it); "" where there is none or no source."""
+    around = [test for first, last, test in _tests("".join(linecache.getlines(file))) if first <= line <= last]
+    return around[-1] if around else ""
+
+
+def loops(file: str, line: int) -> list[tuple[str, bool]]:
+    """The loops around that line, the innermost first, each as `file:line`, and whether every turn of it comes to the line."""
+    around = [first for first, last in _loops("".join(linecache.getlines(file))) if first <= line <= last]
+    return [(f"{file}:{first}", first > choice(file, line)) for first in reversed(around)]
+
+
+def choice(file: str, line: int) -> int:
+    """The line of the innermost `if`, `and` or `or` by which that line, or a call on it, may be passed by; 0: there is none."""
+    source = "".join(linecache.getlines(file))
+    return max((first for first, chosen in _choices(source) if line in chosen), default=0)
+
+
+@cache
+def _choices(source: str) -> tuple[tuple[int, range], ...]:
+    """The line of each `if`, `and` and `or`, with the lines that depend on it."""
+    found: list[tuple[int, range]] = []
+    for node in ast.walk(_parsed(source)):
+        if isinstance(node, ast.If):
+            found += [(node.lineno, _lines(child)) for child in node.body + node.orelse]
+        elif isinstance(node, ast.BoolOp):
+            calls = (call for value in node.values[1:] for call in ast.walk(value) if isinstance(call, ast.Call))
+            found += [(node.lineno, _lines(call)) for call in calls]
+    return tuple(found)
+
+
+def _lines(node: ast.stmt | ast.expr) -> range:
+    return range(node.lineno, (node.end_lineno or 0) + 1)
+
+
+@cache
+def _loops(source: str) -> tuple[tuple[int, int], ...]:
+    """First and last line of each loop; outer ones first."""
+    nodes = (node for node in ast.walk(_parsed(source)) if isinstance(node, ast.For | ast.While))
+    return tuple(sorted((node.lineno, node.body[-1].end_lineno or 0) for node in nodes))
+
+
+@cache
+def _parsed(source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+@cache
+def _tests(source: str) -> tuple[tuple[int, int, str], ...]:
+    """First and last line of each block under an `if` about the rank, and the `if` itself; outer ones first."""
+    found = []
+    for node in ast.walk(_parsed(source)):
+        if isinstance(node, ast.If) and _ABOUT_RANK.search(test := ast.unparse(node.test)):
+            blocks = [(node.body, f"if {test}"), (node.orelse, f"else of if {test}")]
+            found += [(block[0].lineno, block[-1].end_lineno or 0, words) for block, words in blocks if block]
+    return tuple(sorted(found, key=lambda block: (block[0], -block[1])))

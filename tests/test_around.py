@@ -1,0 +1,78 @@
+"""Which `if` about the rank, and which loops, a line of a program stands under."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpkit.rank.around import about_rank, choice, loops
+
+PROGRAM = """\
+if step == 4:
+    evaluate()
+if here.rank == 0:
+    save()
+    if step:
+        barrier()
+else:
+    wait()
+for epoch in range(3):
+    if is_main_process() and epoch:
+        log()
+    train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "test"),
+    [
+        (2, ""),
+        (4, "if here.rank == 0"),
+        (6, "if here.rank == 0"),
+        (8, "else of if here.rank == 0"),
+        (11, "if is_main_process() and epoch"),
+        (12, ""),
+        (99, ""),
+    ],
+)
+def test_the_innermost_if_about_the_rank_is_found(tmp_path: Path, line: int, test: str) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    assert about_rank(str(tmp_path / "train.py"), line) == test
+
+
+def test_the_loops_around_a_line_are_found_the_innermost_first(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("for epoch in range(2):\n    while True:\n        step()\n    evaluate()\nsave()\n")
+    found = [[loop.rpartition(":")[2] for loop, _always in loops(str(file), line)] for line in (3, 4, 5)]
+    assert found == [["2", "1"], ["1"], []]
+
+
+CHOSEN = """\
+for epoch in range(2):
+    for step in range(3):
+        train()
+    if epoch:
+        for part in parts:
+            evaluate(part)
+    if late and agreed():
+        break
+    save(here or
+         there())
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "by", "always"),
+    [(3, 0, [True, True]), (6, 4, [True, False]), (7, 7, [False]), (9, 0, [True]), (10, 9, [False])],
+)
+def test_whether_every_turn_of_a_loop_comes_to_a_line(tmp_path: Path, line: int, by: int, always: list[bool]) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(CHOSEN)
+    assert choice(str(file), line) == by
+    assert [surely for _loop, surely in loops(str(file), line)] == always
+
+
+def test_without_a_source_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("if rank == 0\n    pass")
+    assert about_rank(str(tmp_path / "broken.py"), 2) == about_rank(str(tmp_path / "none.py"), 1) == ""
