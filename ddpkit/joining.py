@@ -25,11 +25,8 @@ def while_joining(joining: Sequence[Standing], at: Mapping[int, Standing], live:
     if not any(s.rank.joining for s in joining):
         meeting, where = "the store", f" for the others{at_line(joining[0])}"
     if attempt and all(at[n].rank.collectives for n in absent):
-        waits = f"{ranks_said([s.rank.rank for s in joining])} {verb(joining, 'waits', 'wait')}{where}"
-        through = f"though {ranks_said(absent).lower()} {verb(absent, 'has', 'have')} come through it"
-        who = f"{waits}, {through}" if absent else f"Every rank waits{where}"
         kept = f"this is attempt {attempt + 1}, and the store may have kept addresses from the one before"
-        return Finding((), f"{who}: {kept}.", "stale_addresses")
+        return Finding((), f"{_who_waits(joining, absent, where)}: {kept}.", "stale_addresses")
     if absent:
         first = at[absent[0]]
         does = instead(first, absent)
@@ -40,6 +37,14 @@ def while_joining(joining: Sequence[Standing], at: Mapping[int, Standing], live:
         sentence = f"{opening} {ranks_said([s.rank.rank for s in joining])} {waits}{at_line(joining[0])}."
         return Finding(tuple(absent), sentence, "init_waiting")
     return Finding((), f"Every rank waits{where}, and none can be told to be at fault.", "init_waiting")
+
+
+def _who_waits(joining: Sequence[Standing], through: Sequence[int], where: str) -> str:
+    """`Every rank waits`, or who does though others have come through."""
+    if not through:
+        return f"Every rank waits{where}"
+    waits = f"{ranks_said([s.rank.rank for s in joining])} {verb(joining, 'waits', 'wait')}{where}"
+    return f"{waits}, though {ranks_said(through).lower()} {verb(through, 'has', 'have')} come through it"
 
 
 def _nobody_listened(rank: Rank) -> bool:
