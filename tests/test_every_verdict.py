@@ -43,7 +43,11 @@ FAILED: dict[str, dict[str, Any]] = {
     "missed a rank": {"type": "RuntimeError", "message": "[Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 2000 ms"},
     "found nobody": {"type": "DistBackendError", "message": "connectFullMesh failed: Connection refused"},
 }
-ENDINGS = {"failed": Ending(agent_exitcode=1), "hung": Ending("stall", 1, stall_s=5.0), "late": Ending("timeout", 1, timeout_s=9.0)}
+ENDINGS = {
+    "failed": Ending(agent_exitcode=1),
+    "hung": Ending("stall", 1, stall_s=5.0),
+    "late": Ending("timeout", 1, timeout_s=9.0),
+}
 
 
 def palette(folder: Path) -> list[Rank]:
