@@ -21,7 +21,12 @@ LOOKED_AT: dict[str, dict[str, Any]] = {
     "waits": {"calls": [*STEP, ("all_reduce", 5)], "waits": True},
     "waits elsewhere": {"calls": [*STEP, ("barrier", 30)], "waits": True, "for_some": 30},
     "waits in another size": {"calls": [*STEP, ("all_reduce", 5, [8])], "waits": True},
-    "waits in a group": {"calls": [*STEP, ("all_reduce", 31)], "waits": True, "last_within": [0, 1], "groups": [[0, 1]]},
+    "waits in a group": {
+        "calls": [*STEP, ("all_reduce", 31)],
+        "waits": True,
+        "last_within": [0, 1],
+        "groups": [[0, 1]],
+    },
     "waits in a group made anew": {"calls": [*STEP, ("all_reduce", 5)], "waits": True, "anew": 1},
     "waits to receive": {"calls": STEP, "waits": True, "line": 9, "peer": 0},
     "waits for a key": {"calls": STEP, "waits": False, "line": 9, "source": "store.get('k')"},
@@ -40,7 +45,10 @@ FAILED: dict[str, dict[str, Any]] = {
     "lost its peer": {"type": "RuntimeError", "message": PEER_LOST.format(port=1)},
     "gave up": {"type": "RuntimeError", "message": GAVE_UP},
     "met another size": {"type": "RuntimeError", "message": "op.preamble.length <= op.nbytes. 8 vs 4"},
-    "missed a rank": {"type": "RuntimeError", "message": "[Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 2000 ms"},
+    "missed a rank": {
+        "type": "RuntimeError",
+        "message": "[Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 2000 ms",
+    },
     "found nobody": {"type": "DistBackendError", "message": "connectFullMesh failed: Connection refused"},
 }
 ENDINGS = {
