@@ -52,8 +52,15 @@ class Collective:
         return f"{'done' if self.done else 'waiting'} in {self.name}{self.from_line}"
 
     @property
+    def is_exchange(self) -> bool:
+        """Whether it is a send or receive, which no process group counts."""
+        return not self.group
+
+    @property
     def name(self) -> str:
-        """`all_reduce #9`, with the group's name where it is not the default one."""
+        """`all_reduce #9`, with the group's name where it is not the default one; `send with rank 2`."""
+        if self.is_exchange:
+            return f"{self.op} with rank {self.ranks[0]}" if self.ranks else f"{self.op} with any rank"
         group = "" if self.group_name in ("default_pg", "") else f" of group {self.group}"
         anew = " after init_process_group was called again" if self.setup else ""
         return f"{self.op} #{self.seq}{group}{anew}"
@@ -89,6 +96,26 @@ class Collective:
             return f"{self.op} in messages of {self.message_bytes} bytes" if self.message_bytes else self.op
         shapes = ", ".join(str(list(size)) for size in self.sizes[:2])
         return f"{self.op} of {shapes} {'/'.join(dict.fromkeys(self.dtypes))}".rstrip()
+
+
+def read_exchanges(path: Path) -> tuple[Collective, ...]:
+    """The sends and receives in the record at `path`, oldest first, each as a call of this rank and its peer."""
+    record = wire.read_record(path) or {}
+    return tuple(
+        Collective(
+            seq=number,
+            op=entry["op"],
+            group="",
+            group_name="",
+            ranks=() if entry["peer"] is None else (entry["peer"],),
+            sizes=(),
+            dtypes=(),
+            at_ns=entry["at_ns"],
+            done=True,
+            where=Frame(**entry["where"]) if entry["where"] else None,
+        )
+        for number, entry in enumerate(record.get("exchanged", []), 1)
+    )
 
 
 def read_collectives(path: Path) -> tuple[Collective, ...]:
@@ -208,19 +235,27 @@ def _judged_by_habit(joined: Mapping[int, Collective], histories: Histories) -> 
 
 
 def strayed(histories: Histories) -> tuple[int, Collective, Collective] | None:
-    """The only rank that once went from one collective call to another as nobody else did in the whole job, nor itself at
-    other times, across groups: the rank, the collective before and the one it came to. None where no rank, or more than one,
-    did so."""
-    steps = [(rank, *pair) for rank, history in histories.items() for pair in itertools.pairwise(_in_time(history))]
+    """The only rank that once went from one call to another as nobody else did in the whole job, nor itself at other times,
+    across groups: the rank, the call before and the one it came to. None where no rank, or more than one, did so.
+
+    Who sends comes to the first send alone. With sends and receives only a rank's last step counts, and if that of every
+    other rank was one that it had made before.
+    """
+    steps = [(rank, *pair) for rank, history in histories.items() for pair in itertools.pairwise(in_time(history))]
     made = Counter((before.call, after.call) for _rank, before, after in steps)
     left = Counter(before.call for _rank, before, _after in steps)
     left_by = Counter((rank, before.call) for rank, before, _after in steps)
     habits = {(rank, call) for (rank, call), times in left_by.items() if times > 1 and left[call] > HABIT_FROM}
     once = [(r, b, a) for r, b, a in steps if made[b.call, a.call] == 1 and (r, b.call) in habits]
+    if any(after.is_exchange for _rank, _before, after in steps):
+        made_by = Counter((rank, before.call, after.call) for rank, before, after in steps)
+        last = {rank: (rank, before, after) for rank, before, after in steps}
+        new = [rank for rank, b, a in last.values() if made_by[rank, b.call, a.call] == 1]
+        once = [step for step in once if step == last[step[0]] and new == [step[0]]]
     return once[0] if len(once) == 1 else None
 
 
-def _in_time(history: Sequence[Collective]) -> list[Collective]:
+def in_time(history: Sequence[Collective]) -> list[Collective]:
     return sorted(history, key=lambda collective: collective.at_ns)
 
 
@@ -247,7 +282,7 @@ def _judged_by_others(joined: Mapping[int, Collective], histories: Histories) ->
     """The odd ones where ranks of other groups tell, which had come the same way."""
     odd = outvoted(histories)
     others = sorted(set(joined) - set(odd))
-    at_their_first = any(_in_time(histories[rank])[0] is collective for rank, collective in joined.items())
+    at_their_first = any(in_time(histories[rank])[0] is collective for rank, collective in joined.items())
     if at_their_first or not others or any(joined.get(rank) is not collective for rank, collective in odd.items()):
         return Parting(joined)
     return Parting(joined, tuple(odd), f"after the same collectives most ranks of the job did as rank {others[0]}")
@@ -256,7 +291,7 @@ def _judged_by_others(joined: Mapping[int, Collective], histories: Histories) ->
 def outvoted(histories: Histories) -> dict[int, Collective]:
     """The ranks that made another call than most, and that call, when all had made the same calls, whatever their groups;
     empty where there is no such majority, or where the beginning is not in the records any more."""
-    ways = {rank: _in_time(history) for rank, history in sorted(histories.items())}
+    ways = {rank: in_time(history) for rank, history in sorted(histories.items())}
     if not all(way and way[0].seq == 1 for way in ways.values()):
         return {}
     for made in zip(*ways.values(), strict=False):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import wire
-from .collectives import Collective, read_collectives
+from .collectives import Collective, in_time, read_collectives, read_exchanges
 from .frames import Frame, stack_frames, training_frames
 from .stable import shortened, stable
 
@@ -171,6 +171,11 @@ class Rank:
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives that this rank joined, oldest first, as last recorded: at a stall, a failure, or its end."""
         return read_collectives(self.folder / wire.COLLECTIVES)
+
+    @cached_property
+    def calls(self) -> tuple[Collective, ...]:
+        """The collectives, and between them the sends and receives that this rank began; each as it came."""
+        return tuple(in_time((*self.collectives, *read_exchanges(self.folder / wire.COLLECTIVES))))
 
     @cached_property
     def requested(self) -> tuple[int, ...]:

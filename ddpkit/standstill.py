@@ -194,10 +194,9 @@ def _nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standin
     )
     each_other = len(waiting) == len(at) or (known and len(waiting) > 1)
     opening = f"{who} for each other" if each_other else f"{who}, for whom cannot be told"
-    in_collectives = each_other and all(s.collective for s in waiting.values())
-    histories = {n: s.rank.collectives for n, s in at.items()} if in_collectives else {}
-    if odd_ones := _odd_among_alike(histories, at):
-        way = "after the same collectives most ranks came to another one"
+    histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
+    if odd_ones := _odd_among_alike(histories, at) or _without_an_exchange(waiting):
+        way = "after the same calls most ranks came to another one"
         return Finding(odd_ones, f"{opening}: {said}. {ranks_said(odd_ones)} left the common way: {way}.", "mismatch")
     if found := strayed(histories):
         odd, before, after = found
@@ -212,6 +211,18 @@ def _odd_among_alike(histories: Mapping[int, Sequence[Collective]], at: Mapping[
     alike = len({tuple(sorted(map(len, s.rank.groups))) for s in at.values()}) == 1
     odd = outvoted(histories) if alike and histories else {}
     return tuple(odd) if all(at[n].collective is collective for n, collective in odd.items()) else ()
+
+
+def _without_an_exchange(waiting: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The rank with which another waits to exchange, if it went on to its collective without the send or receive that most
+    of the others had made by then."""
+    for number, waiter in waiting.items():
+        others = {n: s.rank.calls for n, s in waiting.items() if n != number}
+        peers = _peers(waiter) if waiter.pairwise else ()
+        for peer, call in outvoted(others).items() if others else ():
+            if peer in peers and call is waiting[peer].collective:
+                return (peer,)
+    return ()
 
 
 def _waits_alone(waiting: Mapping[int, Standing], left: Sequence[int]) -> Finding:

@@ -826,6 +826,62 @@ CASES = [
         says=("Rank 2 never joined what rank", "time.sleep(3600)"),
     ),
     hang(
+        "a rank has nothing to send and goes on",
+        """
+        if rank == 0:
+            for source in range(1, 4):
+                dist.recv(torch.zeros(4), source)
+        elif rank != 2:
+            dist.send(torch.ones(4), 0)
+        dist.barrier()
+        """,
+        2,
+        "collective_mismatch",
+        nproc=4,
+        says=("rank 0 waits at", "Rank 2 left the common way", "most ranks came to another one"),
+        needs_record=True,
+    ),
+    hang(
+        "a stage hands one batch less on",
+        """
+        for step in range(6):
+            x = torch.ones(4)
+            if rank == 1:
+                dist.recv(x, 0)
+                if step < 5:
+                    dist.send(x, 2)
+            elif rank == 0:
+                dist.send(x, 1)
+            else:
+                dist.recv(x, 1)
+            dist.barrier()
+        """,
+        1,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 1 left the common way: from recv with rank 0", "it came to barrier #9"),
+        needs_record=True,
+    ),
+    hang(
+        "one receive too many",
+        """
+        for step in range(3):
+            if rank == 0:
+                for source in (1, 2):
+                    dist.recv(torch.zeros(4), source)
+                if step == 2:
+                    dist.recv(torch.zeros(4), 1)
+            else:
+                dist.send(torch.ones(4), 0)
+            dist.barrier()
+        """,
+        0,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 0 left the common way: from recv with rank 2", "it came to recv with rank 1"),
+        needs_record=True,
+    ),
+    hang(
         "two receive from each other, a third stands by",
         """
         if rank == 1:

@@ -24,6 +24,11 @@ Call = tuple[str, int] | tuple[str, int, list[int]]
 LOOPS = {30: ["/t.py:2"], 31: ["/t.py:2"]}
 
 
+def frame(line: int) -> dict[str, Any]:
+    """A line of the user's, as a record."""
+    return {"file": "/t.py", "line": line, "function": "f", "source": f"x{line}()", "own": True}
+
+
 def evidence(
     folder: Path,
     rank: int,
@@ -40,13 +45,15 @@ def evidence(
     within: Sequence[int] = (),
     last_within: Sequence[int] = (),
     groups: Sequence[Sequence[int]] = (),
+    exchanged: Sequence[tuple[int, str, int, int]] = (),
 ) -> None:
     """Write down what a look found: the rank's collectives as (operation, line, size), and its stack at `line`.
 
     The line `for_some` stands under an `if` about the rank; lines below 10 stand in a loop, and all in `LOOPS`; `peer` is
     the rank that a `recv` waits for. The last `anew` collectives came after the group was set up anew. The ranks of the
     group are `within`, and of that of the last collective alone `last_within`; none: all ranks. `groups` are
-    the groups that the rank is in.
+    the groups that the rank is in; `exchanged` are sends and receives as (after how many collectives, operation, line,
+    peer).
     """
     own = wire.rank_folder(folder, 0, rank)
     group_of = [last_within if last_within and number == len(calls) else within for number in range(1, len(calls) + 1)]
@@ -62,14 +69,18 @@ def evidence(
             "dtypes": ["Float"],
             "at_ns": number,
             "done": not (waits and number == len(calls)),
-            "where": {"file": "/t.py", "line": call[1], "function": "f", "source": f"x{call[1]}()", "own": True},
+            "where": frame(call[1]),
             "only_if": "if rank == 1" if call[1] == for_some else "",
             "loops": LOOPS.get(call[1], ["/t.py:4", "/t.py:2"] if call[1] < 10 else []),
             "every_turn": [] if call[1] == 30 else LOOPS.get(call[1], []),
         }
         for number, (call, group) in enumerate(zip(calls, group_of, strict=True), 1)
     ]
-    found = {"entries": entries, "groups": groups}
+    exchanges = [
+        {"at_ns": after + (1 + number) / 100, "op": op, "peer": with_rank, "where": frame(at)}
+        for number, (after, op, at, with_rank) in enumerate(exchanged)
+    ]
+    found = {"entries": entries, "groups": groups, "exchanged": exchanges}
     wire.write_record(own / wire.COLLECTIVES, {"at_ns": 1, "enqueued": {}, "completed": {}, **found})
     wire.write_record(
         own / wire.LOOK,
@@ -229,6 +240,27 @@ def test_one_that_waits_in_its_own_group_first_is_outvoted_by_ranks_with_groups_
     for number, rank in enumerate(ranks):
         rank["groups"] = [[0, 1, 2, 3], [0, 1]] if number < 2 else [[0, 1, 2, 3]]
     assert hung(tmp_path / "unlike", *ranks).culprit is None
+
+
+def test_a_receive_that_comes_after_the_loop_blames_neither_end(tmp_path: Path) -> None:
+    """Rank 0 waits to receive after three turns; that rank 1 has forgotten to send is as likely as one receive too many."""
+    step: list[Call] = [("all_reduce", 5)]
+    run = hung(
+        tmp_path,
+        {"calls": step * 3, "waits": True, "line": 20, "peer": 1, "exchanged": [(3, "recv", 20, 1)]},
+        {"calls": [*step * 3, ("barrier", 30)], "waits": True},
+        {"calls": [*step * 3, ("barrier", 30)], "waits": True},
+    )
+    assert (run.culprit, run.verdict.kind) == (None, "all_waiting")
+
+
+def test_a_receive_more_than_in_the_turns_before_is_one_too_many(tmp_path: Path) -> None:
+    sends = {"calls": [("barrier", 5)] * 4, "waits": True, "exchanged": [(turn, "send", 4, 0) for turn in range(4)]}
+    receives = {"calls": [("barrier", 5)] * 3, "waits": True, "line": 20, "peer": 1}
+    received = [(turn, "recv", 3, 1) for turn in range(4)]
+    run = hung(tmp_path, {**receives, "exchanged": [*received, (3, "recv", 20, 1)]}, sends, sends)
+    assert (run.culprit, run.verdict.kind) == (0, "mismatch")
+    assert "from recv with rank 1 (line 3: x3()) it came to recv with rank 1 (line 20" in run.verdict.sentence
 
 
 def test_a_receive_waits_for_its_sender_and_not_for_who_stands_by(tmp_path: Path) -> None:

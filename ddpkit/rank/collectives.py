@@ -16,7 +16,9 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from ddpkit import wire
@@ -31,6 +33,8 @@ _lock = threading.Lock()
 _listening_pid = 0
 _members: dict[str, list[int]] = {}
 _exchanges = 0
+# The last sends and receives that began: when, which, with which rank, and the user's line. gloo records none of them.
+_exchanged: deque[tuple[int, str, int | None, tuple[str, int, str] | None]] = deque(maxlen=2000)
 # The rank with which a send or receive is under way, or failed.
 exchanging_with: int | None = None
 _requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -110,8 +114,8 @@ def note(with_entries: bool = True) -> None:
 
 def recorded(with_entries: bool) -> dict[str, Any]:
     """The flight recorder as plain data: `enqueued` and `completed`, the number of the last collective by process group,
-    and with `with_entries` the collectives themselves, oldest first, the peers of sends and receives that are not over, and the
-    ranks of each process group.
+    and with `with_entries` the collectives themselves and the sends and receives, each oldest first, the peers of those that
+    are not over, and the ranks of each process group.
 
     An older torch without the recorder for gloo tells the numbers of the default group alone.
     """
@@ -130,6 +134,7 @@ def recorded(with_entries: bool) -> dict[str, Any]:
         entries = sorted(trace.get("entries", []), key=lambda entry: entry["record_id"])
         without_place = len(entries) - MOST_PLACES
         found["requested"], found["groups"] = _requested(), list(_members.values())
+        found["exchanged"] = [_exchange(*one) for one in list(_exchanged)]
         found["entries"] = [_entry(entry, placed=i >= without_place) for i, entry in enumerate(entries)]
     return found
 
@@ -204,7 +209,7 @@ def remember_groups() -> None:
                 _members[name] = sorted(ranks)
 
 
-def begin_exchange(asked: Mapping[str, Any]) -> None:
+def begin_exchange(op: str, asked: Mapping[str, Any]) -> None:
     """Keep with which rank a send or receive is, which gloo does not record; `asked` are its arguments."""
     global exchanging_with
     exchanging_with = asked.get("dst", asked.get("src"))
@@ -212,6 +217,20 @@ def begin_exchange(asked: Mapping[str, Any]) -> None:
     if exchanging_with is None and within is not None:
         with contextlib.suppress(Exception):
             exchanging_with = sys.modules["torch.distributed"].get_global_rank(asked["group"], within)
+    frame: FrameType | None = sys._getframe(1)
+    while frame and not failure.is_users_own(frame.f_code.co_filename):
+        if frame.f_code.co_name in ("send", "recv"):
+            # The one that this is a part of is there already.
+            return
+        frame = frame.f_back
+    line = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else None
+    _exchanged.append((time.time_ns(), op, exchanging_with, line))
+
+
+def _exchange(at_ns: int, op: str, peer: int | None, line: tuple[str, int, str] | None) -> dict[str, Any]:
+    """A send or receive as a record."""
+    where = _place([dict(zip(("filename", "line", "name"), line, strict=True))]) if line else None
+    return {"at_ns": at_ns, "op": op, "peer": peer, "where": where}
 
 
 def end_exchange(given: Any, outer: int | None) -> None:

@@ -102,7 +102,7 @@ def _exchanging(exchange: Callable[..., Any]) -> Callable[..., Any]:
         # `recv` calls `irecv`.
         outer = collectives.exchanging_with
         with contextlib.suppress(TypeError):
-            collectives.begin_exchange(signature.bind_partial(*args, **kwargs).arguments)
+            collectives.begin_exchange(exchange.__name__, signature.bind_partial(*args, **kwargs).arguments)
         given = exchange(*args, **kwargs)
         collectives.end_exchange(given, outer)
         return given
