@@ -65,6 +65,10 @@ def _histories(ranks: Sequence[Rank]) -> dict[int, Sequence[Collective]]:
             before = [c for c in other.collectives if c.at_ns < last.at_ns and (not c.ranks or rank.rank in c.ranks)]
             histories[rank.rank] = (*before, _own_of_the_aborted(rank, own, last, ranks))
             refused.add(last.key)
+        elif alike := [(c, o) for c, o in recent if own == _message_bytes(c, len(ranks))]:
+            # What came to it is nobody's of whom there is a record; it had room for what another rank has joined.
+            last, other = alike[-1]
+            histories[rank.rank] = [c for c in other.collectives if c.at_ns <= last.at_ns]
     return {
         rank: [_measured(c, len(ranks)) if c.key in refused else c for c in history]
         for rank, history in histories.items()
