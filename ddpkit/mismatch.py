@@ -102,9 +102,12 @@ def _message_bytes(collective: Collective, ranks: int) -> int:
     part into two (gloo/allreduce.cc, gloo/reduce.cc, gloo/alltoall.cc, gloo/allgather.cc)."""
     item = max((_BYTES.get(dtype, 0) for dtype in collective.dtypes), default=0)
     total = item * math.prod(collective.sizes[0]) if collective.sizes else 0
+    if collective.op == "all_gather":
+        # The one that is cut in bytes.
+        return total // 2
     n = len(collective.ranks) or ranks
     segments = 2 * n * max(1, math.ceil(total / _SEGMENT_BYTES / 2 / n))
-    cut = {"all_gather": 2, "all_to_all": n, "all_reduce": segments, "reduce": segments}.get(collective.op, 1)
+    cut = {"all_to_all": n, "all_reduce": segments, "reduce": segments}.get(collective.op, 1)
     return math.ceil(total / cut / item) * item if total else 0
 
 

@@ -1209,16 +1209,31 @@ CASES = [
         says=("Rank 2 never came to init_process_group; it sits at line 8: time.sleep(1000)",),
     ),
     case(
-        "one of four gathers twice as much as the others",
+        "one of four gathers more than the others",
         """
-        mine = torch.ones(32 if rank == 0 else 16)
+        mine = torch.ones(20 if rank == 0 else 15)
         dist.all_gather([torch.empty_like(mine) for _ in range(4)], mine)
         dist.barrier()
         """,
         0,
         "collective_mismatch",
         nproc=4,
-        says=("Rank 0 left the common way at collective #4", "rank 2 joined all_gather of [16] Float"),
+        says=("Rank 0 left the common way at collective #4", "rank 2 joined all_gather of [15] Float"),
+        needs_record=True,
+    ),
+    case(
+        "one of three makes its buckets smaller",
+        """
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(5)), torch.nn.Linear(512, 10))
+        net = DDP(net, bucket_cap_mb=1 if rank == 1 else 25, find_unused_parameters=True)
+        for _ in range(3):
+            net(torch.randn(4, 512)).sum().backward()
+        """,
+        1,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 1 left the common way at collective #",),
         needs_record=True,
     ),
     case(
