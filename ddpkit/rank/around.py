@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+from collections.abc import Iterable
 from functools import cache
 
 # `if rank == 0`, `if here.rank`, `if args.local_rank < 1`, `if is_main_process()`.
@@ -24,22 +25,32 @@ def loops(file: str, line: int) -> list[tuple[str, bool]]:
 
 
 def choice(file: str, line: int) -> int:
-    """The line of the innermost `if`, `and` or `or` by which that line, or a call on it, may be passed by; 0: there is none."""
+    """The line of the innermost `if` or the like by which that line, or a call on it, may be passed by; 0: there is none."""
     source = "".join(linecache.getlines(file))
     return max((first for first, chosen in _choices(source) if line in chosen), default=0)
 
 
 @cache
 def _choices(source: str) -> tuple[tuple[int, range], ...]:
-    """The line of each `if`, `and` and `or`, with the lines that depend on it."""
+    """The line of each `if`, `match`, `except`, `and` and `or`, with the lines that depend on it."""
     found: list[tuple[int, range]] = []
     for node in ast.walk(_parsed(source)):
+        chosen: list[ast.stmt | ast.expr] = []
         if isinstance(node, ast.If):
-            found += [(node.lineno, _lines(child)) for child in node.body + node.orelse]
+            chosen = [*node.body, *node.orelse]
+        elif isinstance(node, ast.ExceptHandler | ast.match_case):
+            chosen = [*node.body]
         elif isinstance(node, ast.BoolOp):
-            calls = (call for value in node.values[1:] for call in ast.walk(value) if isinstance(call, ast.Call))
-            found += [(node.lineno, _lines(call)) for call in calls]
+            chosen = _calls(node.values[1:])
+        elif isinstance(node, ast.IfExp):
+            chosen = _calls([node.body, node.orelse])
+        line = node.pattern.lineno if isinstance(node, ast.match_case) else getattr(node, "lineno", 0)
+        found += [(line, _lines(child)) for child in chosen]
     return tuple(found)
+
+
+def _calls(nodes: Iterable[ast.expr]) -> list[ast.stmt | ast.expr]:
+    return [call for node in nodes for call in ast.walk(node) if isinstance(call, ast.Call)]
 
 
 def _lines(node: ast.stmt | ast.expr) -> range:
