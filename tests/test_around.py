@@ -73,8 +73,17 @@ for epoch in range(2):
 
 @pytest.mark.parametrize(
     ("line", "by", "always"),
-    [(3, 0, [True, True]), (6, 4, [True, False]), (7, 7, [False]), (9, 0, [True]), (10, 9, [False])]
-    + [(12, 0, [True]), (14, 13, [False]), (17, 16, [False]), (19, 18, [False])],
+    [
+        (3, 0, [True, True]),
+        (6, 4, [True, False]),
+        (7, 7, [False]),
+        (9, 0, [True]),
+        (10, 9, [False]),
+        (12, 0, [True]),
+        (14, 13, [False]),
+        (17, 16, [False]),
+        (19, 18, [False]),
+    ],
 )
 def test_whether_every_turn_of_a_loop_comes_to_a_line(tmp_path: Path, line: int, by: int, always: list[bool]) -> None:
     file = tmp_path / "train.py"
