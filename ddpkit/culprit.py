@@ -46,8 +46,15 @@ _GAVE_UP = re.compile(
     r"|client socket has timed out"
     r"|failed to pass monitoredBarrier"
 )
-# Join(throw_on_early_termination=True): no connection was lost.
-_TOLD_OF = re.compile(r"Detected at least one rank that exhausted inputs")
+# No connection was lost: Join(throw_on_early_termination=True), and a checkpoint in which a rank has failed.
+_TOLD_OF = {
+    "ended": re.compile(r"Detected at least one rank that exhausted inputs"),
+    "failed": re.compile(r"^CheckpointException ranks"),
+}
+# torch.distributed.checkpoint raises on every rank what it met on some; with `reduce_fun`, what came of them all together.
+_FAILED_IN_CHECKPOINT = re.compile(
+    r"^CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)(?!.*reduce_fun\()", re.DOTALL
+)
 # Two ranks met in different collectives; which of them is wrong, neither text says.
 _PARTED = re.compile(
     r"op\.preamble\.length <= op\.nbytes"
@@ -114,6 +121,9 @@ def classify_failure(failure: Failure, rank: Rank) -> Class:
     # Or crashes on its way to that, while other threads still run.
     if failure.type == "SIGSEGV" and _PARTED.search(rank.stderr[-4_000:]):
         return "parted"
+    failed = _FAILED_IN_CHECKPOINT.match(failure.message)
+    if failed and str(rank.rank) not in failed[1].split(", "):
+        return "peer_lost"
     if any(_PARTED.search(text) for text in texts):
         return "parted"
     if any(_PEER_LOST.search(text) for text in texts):
@@ -339,8 +349,9 @@ def _words(rank: Rank, end: Class, ending: Ending, kind: str, at_fault: bool) ->
         return "left early, exit code 0" if at_fault else "passed"
     if end in ("peer_lost", "gave_up"):
         met = "gave up waiting" if end == "gave_up" else "lost its peer"
-        if rank.failure and _TOLD_OF.search(rank.failure.message):
-            met = "was told that a rank had ended"
+        for what, pattern in _TOLD_OF.items():
+            if rank.failure and pattern.search(rank.failure.message):
+                met = f"was told that a rank had {what}"
         return f"{met}: a consequence" if not at_fault else "came too late" if kind == "straggler" else met
     if end == "parted":
         return "met another model" if kind == "shapes_differ" else "met another collective"

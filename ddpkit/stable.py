@@ -22,7 +22,9 @@ _VARYING = (
     (re.compile(r"\[/__w/\S*?/third_party/"), "["),
     (re.compile(r"<ipython-input-[^>]*>"), "the cell"),
 )
-_ANNOUNCES = re.compile(r"terminated with the following error:$|^Caught \w+ in \w+ worker process \d+\.$")
+_ANNOUNCES = re.compile(
+    r"terminated with the following error:$|^Caught \w+ in \w+ worker process \d+\.$|^CheckpointException ranks"
+)
 
 
 def stable(text: str) -> str:

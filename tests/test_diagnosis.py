@@ -351,6 +351,7 @@ REAL = [
     ("tensors_on_different_devices", raised("RuntimeError", "No backend type associated with device type cpu")),
     ("checkpoint_keys", raised("RuntimeError", KEYS)),
     ("checkpoint_keys", raised("RuntimeError", KEYS.partition("\n")[2])),
+    ("checkpoint_keys", raised("RuntimeError", "Missing key in checkpoint state_dict: ema.weight.")),
     ("checkpoint_keys", raised("ValueError", "loaded state dict has a different number of parameter groups")),
     (
         "checkpoint_keys",

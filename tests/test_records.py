@@ -71,6 +71,21 @@ def test_what_ranks_raised_alike_is_quoted_as_one_ranks_words_where_they_differ(
     assert "alike raised FileNotFoundError, rank 1 this: FileNotFoundError: part-1.bin" in found.verdict.sentence
 
 
+@pytest.mark.parametrize(("by", "culprit"), [("map_fun()", 1), ("reduce_fun(all_data)", "every rank")])
+def test_of_a_checkpoint_that_every_rank_is_told_of_the_rank_in_which_it_failed(
+    by: str, culprit: object, tmp_path: Path
+) -> None:
+    """What fails when the plans of all ranks come together fails on rank 0, whoever's plan it was."""
+    write_run(tmp_path)
+    told = f"CheckpointException ranks:dict_keys([1])\nTraceback:\n    {by}\nRuntimeError: Missing key\n"
+    for rank in (0, 1):
+        write_rank(tmp_path, rank, {"type": "CheckpointException", "message": told})
+    found = Run.from_folder(tmp_path)
+    assert found.culprit == culprit
+    assert "dict_keys([1]) RuntimeError: Missing key (line 3" in found.verdict.sentence
+    assert (found.ranks[0].words == "was told that a rank had failed: a consequence") == (culprit == 1)
+
+
 def test_of_joins_two_errors_the_one_who_ran_out_of_inputs_is_named(tmp_path: Path) -> None:
     write_run(tmp_path)
     told = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
