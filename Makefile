@@ -18,7 +18,7 @@ ABREAST := -n 3 --dist loadgroup
 VERSION := import sys; print(sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab test check lint types units jobs nbval labs soak test-oldest notebooks exercises student constraints format clean
+.PHONY: help install lab test check lint types units jobs nbval labs soak test-oldest notebooks exercises record student constraints format clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ notebooks: $(INSTALLED) ## run every notebook and solution, and store their outp
 
 exercises: $(INSTALLED) ## exercises/ afresh from solutions/, by nbgrader's ClearSolutions
 	$(BIN)/python tools/make_exercises.py
+
+record: $(INSTALLED) ## afresh, the recorded runs of the labs that need Linux
+	$(BIN)/python tools/record_labs.py
 
 student: $(INSTALLED) ## dist/ddp-workbook.zip: the workbook for students, without solutions and tests
 	$(BIN)/python tools/student_archive.py

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .benchview import BenchView
     from .timeline import Timeline
 
-NOTHING, OWN = "as it is", "your own edit"
+NOTHING, OWN, RECORDED = "as it is", "your own edit", "as it is, recorded on Linux"
 PREDICTIONS = ("cures", "does not")
 
 
@@ -97,18 +97,18 @@ class FixBench:
         lab: which lab's remedies to offer for a run; by default that of its diagnosis.
         options: further options of `launch`, such as nproc=4 or timeout=120.
 
+    Where the failure cannot be had on this platform, `why_not_here` says so, and the results hold a recorded run alone.
+
     Raises:
         NoSuchLab: no lab has that name, or none goes with that run.
-        LaunchError: the failure cannot be had on this platform.
     """
 
     def __init__(self, subject: str | Run, lab: str | None = None, **options: Any) -> None:
         self.lab = _lab_for(subject, lab)
-        if why := self.lab.why_not_here():
-            raise LaunchError(f"FixBench: {why} `ddpkit explain {self.lab.page or self.lab.name}` tells of it.")
+        self.why_not_here = self.lab.why_not_here()
         self.script = self.lab.program if isinstance(subject, str) else subject.script
         self._trials = Trials(self.lab, self.script, options)
-        self._results: list[Result] = []
+        self._results = [_recorded(self.lab)] if self.why_not_here else []
         self._busy = threading.Lock()
         self._view: BenchView | None = None
         self._live: Run | None = None
@@ -150,8 +150,11 @@ class FixBench:
             show: as for `launch`.
 
         Raises:
-            LaunchError: a name or prediction is not known, edits clash, the script does not compile, or a run goes on.
+            LaunchError: a name or prediction is not known, edits clash, the script does not compile, a run goes on, or the
+                failure cannot be had on this platform.
         """
+        if self.why_not_here:
+            raise LaunchError(f"FixBench: {self.why_not_here} `results` holds a recorded run.")
         if predict not in (None, *PREDICTIONS):
             raise LaunchError(f"FixBench: predict={predict!r} is not known; use {' or '.join(map(repr, PREDICTIONS))}.")
         if names and edit is not None:
@@ -227,6 +230,10 @@ class FixBench:
         bundle = self._view.box._repr_mimebundle_(**kwargs)
         data = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
         return {**data, "text/plain": repr(self)}
+
+
+def _recorded(lab: Lab) -> Result:
+    return Result(RECORDED, "", Outcome(Run.from_folder(lab.recorded), None, None, comparable=False))
 
 
 def _lab_for(subject: str | Run, name: str | None) -> Lab:

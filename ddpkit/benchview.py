@@ -103,13 +103,14 @@ class BenchView:
         except LaunchError as error:
             self._tell(str(error))
             return None
-        self._tell("")
+        self._tell(self._bench.why_not_here)
         return script
 
     def _enable(self) -> None:
         running = not self._stop.disabled
         clash = not self._own.value and self._combined() is None
-        self._run.disabled = running or clash or self._prediction.value is None
+        here = not self._bench.why_not_here
+        self._run.disabled = running or clash or self._prediction.value is None or not here
         self._run.tooltip = "Start the job" if self._prediction.value else "Predict first: does it cure?"
 
     def _clicked_run(self) -> None:

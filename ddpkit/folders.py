@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+import zipfile
 from pathlib import Path
 
 from . import wire
@@ -39,6 +40,16 @@ def new_run_folder(name: str) -> Path:
             f"launch: the run folder cannot be made in {runs} ({error.strerror}); make room there or allow writing, "
             f"or set {wire.ENV_HOME} to another folder."
         ) from None
+
+
+def unpacked(bundle: Path) -> Path:
+    """The run folder that `bundle` holds, a zip that `Run.bundle` wrote, unpacked beside the runs; pickled values stay out."""
+    with zipfile.ZipFile(bundle) as archive:
+        named = [name for name in archive.namelist() if Path(name).name not in wire.PICKLED]
+        folder = home() / "bundles" / named[0].partition("/")[0]
+        if not folder.exists():
+            archive.extractall(folder.parent, named)
+    return folder
 
 
 def _made(runs: Path, name: str) -> Path:

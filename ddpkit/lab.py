@@ -10,12 +10,13 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
 from .catalog import BadPage, NoSuchPage
 from .errors import LaunchError
 
-PROGRAM, LAB = "broken.py", "lab.toml"
+PROGRAM, LAB, RECORDED = "broken.py", "lab.toml", "recorded.zip"
 EXPECTED = ("fails", "hangs", "silent")
 KINDS = ("cure", "costly", "decoy")
 # How a decoy ends: as a failed job, as one that hangs, or as one that passes and is wrong.
@@ -89,6 +90,11 @@ class Lab:
         if sys.platform in self.platforms:
             return ""
         return f"{self.name} can be run on {' and '.join(self.platforms)}; this is {sys.platform}."
+
+    @property
+    def recorded(self) -> Path:
+        """The bundle of a run of the program as it is, for where it cannot be had."""
+        return Path(str(files("ddpkit"))) / "catalog" / self.name / RECORDED
 
 
 def patched(script: str, edits: Iterable[tuple[str, str]]) -> str:

@@ -15,6 +15,7 @@ from .culprit import Culprit, Ending, Verdict, judge, plain_words
 from .diagnosis import Diagnosis, diagnose
 from .errors import JobFailed
 from .evidence import Row, diagnosis_line, rows, text_lines
+from .folders import unpacked
 from .records import Rank, read_attempts
 from .stable import shortened, stable
 
@@ -37,12 +38,14 @@ class Run:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Run:
-        """Rebuild a run from its folder; no process and no torch is needed.
+        """Rebuild a run from its folder, or from the zip that `bundle` wrote of it; no process and no torch is needed.
 
         Raises:
             FileNotFoundError: there is no run in `folder`.
         """
         path = Path(folder).expanduser().resolve()
+        if zipfile.is_zipfile(path):
+            path = unpacked(path)
         if not (path / wire.JOB).exists():
             raise FileNotFoundError(f"Run.from_folder: {path} holds no {wire.JOB}; give a folder below .ddpkit/runs/.")
         return cls(path)
@@ -222,7 +225,7 @@ class Run:
         target = Path(path) if path else Path(f"{self.folder.name}.zip")
         if target.exists() and target.is_dir():
             target = target / f"{self.folder.name}.zip"
-        skipped = {wire.RETURNED, wire.CALL, wire.BALLAST}
+        skipped = {*wire.PICKLED, wire.BALLAST}
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
             for file in sorted(self.folder.rglob("*")):
                 if file.is_file() and file.name not in skipped:

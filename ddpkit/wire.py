@@ -63,6 +63,8 @@ FINISHED = "finished.json"
 EXIT = "exit.json"
 REPORTS = "reports.jsonl"
 RETURNED = "returned.pkl"
+# What may run foreign code when it is read; it does not leave the machine.
+PICKLED = {CALL, RETURNED}
 STEPS = "steps.json"
 STEP_TIMES = "steps.jsonl"
 STEP_VALUES = "steps.f32"

@@ -82,6 +82,7 @@ ALLOWED: dict[str, set[str]] = {
         "stable",
         "errors",
         "wire",
+        "folders",
     },
     "memoryplot": {"run", "records", "stable", "timeline", "wire"},
     "timeline": {"run", "evidence", "standing", "collectives", "records", "stable"},

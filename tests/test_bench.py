@@ -12,7 +12,7 @@ from conftest import wait_for
 import ddpkit
 from ddpkit.benchview import diff
 from ddpkit.errors import LaunchError
-from ddpkit.lab import BadLab, NoSuchLab, labs, parse
+from ddpkit.lab import BadLab, Lab, NoSuchLab, labs, parse
 from ddpkit.lab import lab as find_lab
 
 NAME = "unused_parameters"
@@ -43,6 +43,20 @@ def test_a_lab_that_cannot_be_read_is_told_in_one_sentence(text: str, sentence: 
     with pytest.raises(BadLab) as told:
         parse("torn", text, "a = 1\nprint(a)\n".replace("print(a)", "print('a')"))
     assert sentence in str(told.value) and str(told.value).startswith("catalog/torn/lab.toml: ")
+
+
+@pytest.mark.parametrize("lab", [lab for lab in labs() if lab.platforms == ("linux",)], ids=lambda lab: lab.name)
+def test_where_a_lab_cannot_be_had_its_bench_holds_a_recorded_run(
+    home: Path, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    bench = ddpkit.FixBench(lab.name)
+    (shown,) = bench.results
+    assert shown.tried == "as it is, recorded on Linux"
+    assert (shown.run.culprit, shown.run.diagnosis and shown.run.diagnosis.name) == (lab.culprit, lab.page or lab.name)
+    assert shown.run.script == lab.program, "the lab was changed: make record"
+    with pytest.raises(LaunchError, match=f"{lab.name} can be run on linux; this is darwin"):
+        bench.run()
 
 
 def test_every_lab_says_where_its_remedies_come_from() -> None:

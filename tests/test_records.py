@@ -159,14 +159,21 @@ def test_reveal_false_keeps_the_verdict_back(tmp_path: Path) -> None:
     assert str(hidden.reveal()) == str(run)
 
 
-def test_a_bundle_holds_the_run_and_rebuilds_elsewhere(tmp_path: Path) -> None:
+def test_a_bundle_holds_the_run_and_rebuilds_elsewhere(home: Path, tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
     (wire.rank_folder(tmp_path / "run", 0, 0) / wire.RETURNED).write_bytes(b"pickle")
     bundle = run.bundle(tmp_path / "report.zip")
     with zipfile.ZipFile(bundle) as archive:
         assert not [n for n in archive.namelist() if n.endswith(".pkl")]
         archive.extractall(tmp_path / "elsewhere")
-    assert str(Run.from_folder(tmp_path / "elsewhere" / "run")) == str(run)
+    assert str(Run.from_folder(tmp_path / "elsewhere" / "run")) == str(Run.from_folder(bundle)) == str(run)
+
+
+def test_a_bundle_with_pickled_values_is_opened_without_them(home: Path, tmp_path: Path) -> None:
+    bundle = recorded_run(tmp_path / "run").bundle(tmp_path / "report.zip")
+    with zipfile.ZipFile(bundle, "a") as archive:
+        archive.writestr(f"run/ranks/attempt_0/rank_0/{wire.RETURNED}", b"pickle")
+    assert not list(Run.from_folder(bundle).folder.rglob("*.pkl"))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
