@@ -127,7 +127,7 @@ def _among_waiting(
         lost = f"{ranks_said(sorted(waiting))} lost a store{at_line(waiting[nearest])}"
         return Finding(tuple(ranks), f"{lost}; {ranks_said(ranks).lower()} had left with exit code 0.", "left_early")
     joined = "has not joined" if live else "never joined"
-    does = instead(first, ranks)
+    does = f"{instead(first, ranks)}{', which is over for the others' if _is_over_elsewhere(first, at) else ''}"
     kinds = {"left": "left_early", "loading": _of_a_loader(first), "late": "straggler"}
     kind = kinds.get(first.kind, "never_joined")
     if first.kind == "late":
@@ -139,7 +139,7 @@ def _among_waiting(
 def _held_up(waiting: Mapping[int, Standing], at: Mapping[int, Standing], at_ns: int | None) -> dict[int, list[int]]:
     """By waiting rank, those that it waits for and that do not wait themselves; only ranks that are held up by such a one."""
     free = [n for n, s in at.items() if s.kind != "waiting" and (s.kind != "unknown" or s.rank.collectives)]
-    free += [n for n, s in waiting.items() if _has_gone_on(s, waiting)]
+    free += [n for n, s in waiting.items() if _has_gone_on(s, waiting) or _is_over_elsewhere(s, at)]
     found = {n: [m for m in _missing_in(s, at, at_ns) if m in free] for n, s in waiting.items()}
     if any(found.values()):
         return {n: missing for n, missing in found.items() if missing}
@@ -154,6 +154,15 @@ def _has_gone_on(standing: Standing, waiting: Mapping[int, Standing]) -> bool:
     waits_in = [s.collective.setup for s in waiting.values() if s.collective]
     setup = standing.collective.setup if standing.collective else 0
     return setup > min(waits_in, default=0) and 2 * waits_in.count(setup) <= len(waits_in)
+
+
+def _is_over_elsewhere(standing: Standing, at: Mapping[int, Standing]) -> bool:
+    """Whether what this rank waits in is over for every other rank of the group: then none of them holds it up."""
+    waits_in = standing.collective
+    if waits_in is None or standing.kind != "waiting" or standing.pairwise:
+        return False
+    others = [s for n, s in at.items() if s is not standing and (not waits_in.ranks or n in waits_in.ranks)]
+    return bool(others) and all(any(c.key == waits_in.key and c.done for c in s.rank.collectives) for s in others)
 
 
 def _lost_a_store(standing: Standing) -> bool:

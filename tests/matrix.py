@@ -826,6 +826,27 @@ CASES = [
         says=("Rank 2 never joined what rank", "time.sleep(3600)"),
     ),
     hang(
+        "a callback waits for what only the one who waits for it does",
+        """
+        import threading
+        seen = threading.Event()
+        def then(future):
+            if rank == 1:
+                seen.wait()
+            return future.value()
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        future = work.get_future().then(then)
+        future.wait()
+        seen.set()
+        dist.barrier()
+        """,
+        1,
+        "skipped_collective",
+        nproc=3,
+        says=("Rank 1 never joined barrier #5", "it waits in all_reduce #4, which is over for the others"),
+        needs_record=True,
+    ),
+    hang(
         "a rank has nothing to send and goes on",
         """
         if rank == 0:
