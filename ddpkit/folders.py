@@ -43,10 +43,19 @@ def new_run_folder(name: str) -> Path:
 
 
 def unpacked(bundle: Path) -> Path:
-    """The run folder that `bundle` holds, a zip that `Run.bundle` wrote, unpacked beside the runs; pickled values stay out."""
+    """The run folder that `bundle` holds, a zip that `Run.bundle` wrote, unpacked beside the runs; pickled values stay out.
+
+    Raises:
+        FileNotFoundError: no run is in it.
+    """
     with zipfile.ZipFile(bundle) as archive:
         named = [name for name in archive.namelist() if Path(name).name not in wire.PICKLED]
-        folder = home() / "bundles" / named[0].partition("/")[0]
+        run = next((Path(name).parent for name in named if Path(name).name == wire.JOB), None)
+        if run is None:
+            raise FileNotFoundError(
+                f"Run.from_folder: {bundle} holds no {wire.JOB}; give a zip that run.bundle() wrote."
+            )
+        folder = home() / "bundles" / run
         if not folder.exists():
             archive.extractall(folder.parent, named)
     return folder

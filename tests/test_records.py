@@ -179,6 +179,9 @@ def test_a_bundle_with_pickled_values_is_opened_without_them(home: Path, tmp_pat
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no job\.json; give a folder below"):
         Run.from_folder(tmp_path)
+    zipfile.ZipFile(tmp_path / "empty.zip", "w").close()
+    with pytest.raises(FileNotFoundError, match=r"empty\.zip holds no job\.json; give a zip that run\.bundle"):
+        Run.from_folder(tmp_path / "empty.zip")
 
 
 def test_values_of_a_foreign_folder_are_not_unpickled(tmp_path: Path) -> None:
