@@ -43,6 +43,7 @@ _GAVE_UP = re.compile(
     r"|RuntimeError: Operation timed out!"
     r"|Watchdog caught collective operation timeout"
     r"|wait timeout after \d+ms, keys"
+    r"|RuntimeError: Wait timeout$"  # of a store in a file
     r"|client socket has timed out"
     r"|failed to pass monitoredBarrier"
 )

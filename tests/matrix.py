@@ -1230,6 +1230,20 @@ CASES = [
         says=("Rank 2 never came to init_process_group; it sits at line 8: time.sleep(1000)",),
     ),
     case(
+        "one of three meets over a file",
+        """
+        import tempfile
+        over = f"file://{tempfile.mkdtemp()}/meet" if rank == 1 else "env://"
+        count = int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", init_method=over, rank=rank, world_size=count, timeout=timedelta(seconds=4))
+        """,
+        1,
+        "wrong_address",
+        nproc=3,
+        init="",
+        says=("Rank 1 asked for the store at file:///tmp/",),
+    ),
+    case(
         "one of four gathers more than the others",
         """
         mine = torch.ones(20 if rank == 0 else 15)
