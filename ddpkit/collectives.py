@@ -20,7 +20,8 @@ SIZES_MAY_DIFFER = ("gather", "scatter", "send", "recv", "alltoall", "all_to_all
 
 @dataclass(frozen=True, repr=False)
 class Collective:
-    """One collective that a rank joined: the `seq`-th of its process group, counted from 1.
+    """One collective that a rank joined: the `seq`-th of its process group, counted from 1; or a send or receive, the `seq`-th
+    of its rank, of no group and with the other rank as `ranks`.
 
     `ranks` are the global ranks of the group (empty where torch does not tell), `at_ns` the wall clock when this rank
     joined, `done` whether it had come back when the record was taken, `where` the user's line that it came from, `only_if`

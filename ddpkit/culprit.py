@@ -47,15 +47,12 @@ _GAVE_UP = re.compile(
     r"|client socket has timed out"
     r"|failed to pass monitoredBarrier"
 )
-# No connection was lost: Join(throw_on_early_termination=True), and a checkpoint in which a rank has failed.
-_TOLD_OF = {
-    "ended": re.compile(r"Detected at least one rank that exhausted inputs"),
-    "failed": re.compile(r"^CheckpointException ranks"),
-}
 # torch.distributed.checkpoint raises on every rank what it met on some; with `reduce_fun`, what came of them all together.
 _FAILED_IN_CHECKPOINT = re.compile(
     r"^CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)(?!.*reduce_fun\()", re.DOTALL
 )
+# No connection was lost: Join(throw_on_early_termination=True), and a checkpoint.
+_TOLD_OF = {"ended": re.compile(r"Detected at least one rank that exhausted inputs"), "failed": _FAILED_IN_CHECKPOINT}
 # Two ranks met in different collectives; which of them is wrong, neither text says.
 _PARTED = re.compile(
     r"op\.preamble\.length <= op\.nbytes"
