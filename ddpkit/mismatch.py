@@ -53,7 +53,7 @@ def _histories(ranks: Sequence[Rank]) -> dict[int, Sequence[Collective]]:
     """What each rank joined. A rank that gloo aborts leaves no record: the length of the message that was too long for it,
     and of the room that it had, tell what the others had joined by then and what it had itself, after they all agreed."""
     histories: dict[int, Sequence[Collective]] = {rank.rank: rank.collectives for rank in ranks}
-    refused = set()
+    refused: dict[tuple[int, str, int], int] = {}
     for rank in ranks:
         if rank.collectives or not (found := _TOO_LONG.search(rank.stderr)):
             continue
@@ -64,20 +64,22 @@ def _histories(ranks: Sequence[Rank]) -> dict[int, Sequence[Collective]]:
             last, other = max(met, key=lambda each: (each[0] is each[1].collectives[-1], each[0].at_ns))
             before = [c for c in other.collectives if c.at_ns < last.at_ns and (not c.ranks or rank.rank in c.ranks)]
             histories[rank.rank] = (*before, _own_of_the_aborted(rank, own, last, ranks))
-            refused.add(last.key)
+            refused[last.key] = came
         elif alike := [(c, o) for c, o in recent if own == _message_bytes(c, len(ranks))]:
             # What came to it is nobody's of whom there is a record; it had room for what another rank has joined.
             last, other = alike[-1]
             histories[rank.rank] = [c for c in other.collectives if c.at_ns <= last.at_ns]
     return {
-        rank: [_measured(c, len(ranks)) if c.key in refused else c for c in history]
+        rank: [_measured(c, len(ranks), refused[c.key]) if c.key in refused else c for c in history]
         for rank, history in histories.items()
     }
 
 
-def _measured(collective: Collective, ranks: int) -> Collective:
-    """The collective with how long its messages are: those that one rank had no room for must be of one length."""
-    return replace(collective, message_bytes=collective.message_bytes or _message_bytes(collective, ranks))
+def _measured(collective: Collective, ranks: int, came: int) -> Collective:
+    """The collective with how long its messages are: those that one rank had no room for must be of one length. Who receives
+    what is scattered has no size in the record; it had room for what `came`."""
+    own = collective.message_bytes or _message_bytes(collective, ranks)
+    return replace(collective, message_bytes=own or (came if collective.op == "scatter" else 0))
 
 
 def _own_of_the_aborted(rank: Rank, own: int, met: Collective, ranks: Sequence[Rank]) -> Collective:
@@ -98,8 +100,8 @@ def _own_of_the_aborted(rank: Rank, own: int, met: Collective, ranks: Sequence[R
 
 def _message_bytes(collective: Collective, ranks: int) -> int:
     """How long a message of this collective is in a job of so many ranks, 0 where its sizes are not known: gloo cuts an
-    all-reduce and a reduce into two segments or more for each rank of the group, an all-to-all into one, and an all-gather's
-    part into two (gloo/allreduce.cc, gloo/reduce.cc, gloo/alltoall.cc, gloo/allgather.cc)."""
+    all-reduce and a reduce into two segments or more for each rank of the group, an all-to-all and a scatter into one, and an
+    all-gather's part into two (gloo/allreduce.cc, gloo/reduce.cc, gloo/alltoall.cc, gloo/scatter.cc, gloo/allgather.cc)."""
     item = max((_BYTES.get(dtype, 0) for dtype in collective.dtypes), default=0)
     total = item * math.prod(collective.sizes[0]) if collective.sizes else 0
     if collective.op == "all_gather":
@@ -107,7 +109,7 @@ def _message_bytes(collective: Collective, ranks: int) -> int:
         return total // 2
     n = len(collective.ranks) or ranks
     segments = 2 * n * max(1, math.ceil(total / _SEGMENT_BYTES / 2 / n))
-    cut = {"all_to_all": n, "all_reduce": segments, "reduce": segments}.get(collective.op, 1)
+    cut = {"all_to_all": n, "scatter": n, "all_reduce": segments, "reduce": segments}.get(collective.op, 1)
     return math.ceil(total / cut / item) * item if total else 0
 
 

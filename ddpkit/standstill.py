@@ -50,6 +50,8 @@ def find(ranks: Sequence[Rank], live: bool = False, at_ns: int | None = None) ->
         return parted_at(parted)
     if len(waiting) == len(at) and (roots := _roots(waiting)):
         return _other_root(roots, waiting)
+    if misled := _towards_one_who_has_gone_on(waiting, at):
+        return _to_another_root(misled, waiting)
     if len(waiting) == len(at) and (found := making_a_group(waiting)):
         return found
     return _among_waiting(waiting, at, live, at_ns)
@@ -185,6 +187,28 @@ def _other_root(roots: Mapping[int, int], waiting: Mapping[int, Standing]) -> Fi
     where = at_line(waiting[min(waiting)])
     opening = f"The ranks call one collective with different ranks as its source or destination{where}: {said}."
     return against_most(roots, opening, "mismatch")
+
+
+def _towards_one_who_has_gone_on(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> dict[int, int]:
+    """The ranks that wait in a gather or reduce to a root that has come through it, and that root: no root comes through
+    without every rank of the group, so it was nobody else's."""
+    found = {}
+    for number, standing in waiting.items():
+        joined, root = standing.collective, standing.rank.look.root if standing.rank.look else None
+        if joined is None or joined.op not in ("gather", "reduce") or root is None or root not in at:
+            continue
+        if any(c.key == joined.key and c.done for c in at[root].rank.collectives):
+            found[number] = root
+    return found
+
+
+def _to_another_root(roots: Mapping[int, int], waiting: Mapping[int, Standing]) -> Finding:
+    """Ranks that have sent their part of a gather or reduce to a rank that was not its root for the others."""
+    first = min(roots)
+    joined, root = _whom_it_waits_for(waiting[first]), roots[first]
+    said = f"{ranks_said(sorted(roots))} joined {joined} with rank {root} as its destination"
+    gone_on = f"rank {root} has come through it without them, to another destination"
+    return Finding(tuple(sorted(roots)), f"{said}; {gone_on}. {each(waiting)}", "mismatch")
 
 
 def _nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Finding:

@@ -1296,4 +1296,30 @@ CASES = [
         says=("Rank 1 left the common way at collective #4",),
         needs_record=True,
     ),
+    case(
+        "one of three has less room for what is scattered",
+        """
+        parts = [torch.ones(20) for _ in range(3)] if rank == 0 else None
+        dist.scatter(torch.empty(16 if rank == 2 else 20), parts, src=0)
+        dist.barrier()
+        """,
+        2,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 2 left the common way at collective #4", "rank 2 joined scatter in messages of 64 bytes"),
+        needs_record=True,
+    ),
+    hang(
+        "a rank sends its part of a gather to another destination",
+        """
+        to = 1 if rank == 3 else 0
+        dist.gather(torch.ones(4), [torch.empty(4) for _ in range(4)] if rank == to else None, dst=to)
+        dist.barrier()
+        """,
+        3,
+        "collective_mismatch",
+        nproc=4,
+        says=("Rank 3 joined gather #4", "with rank 1 as its destination; rank 1 has come through it without them"),
+        needs_record=True,
+    ),
 ]
