@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -289,16 +289,18 @@ def _judged_by_others(joined: Mapping[int, Collective], histories: Histories) ->
     return Parting(joined, tuple(odd), f"after the same collectives most ranks of the job did as rank {others[0]}")
 
 
-def outvoted(histories: Histories) -> dict[int, Collective]:
+def outvoted(histories: Histories, alike: Callable[[Collective], object] | None = None) -> dict[int, Collective]:
     """The ranks that made another call than most, and that call, when all had made the same calls, whatever their groups;
-    empty where there is no such majority, or where the beginning is not in the records any more."""
+    empty where there is no such majority, or where the beginning is not in the records any more. `alike` says what of two
+    calls must be equal: operation and line, if it is not given."""
+    same = alike or (lambda collective: collective.call)
     ways = {rank: in_time(history) for rank, history in sorted(histories.items())}
     if not all(way and way[0].seq == 1 for way in ways.values()):
         return {}
     for made in zip(*ways.values(), strict=False):
-        call, votes = Counter(collective.call for collective in made).most_common(1)[0]
+        call, votes = Counter(map(same, made)).most_common(1)[0]
         if votes < len(ways):
-            odd = {rank: collective for rank, collective in zip(ways, made, strict=True) if collective.call != call}
+            odd = {rank: collective for rank, collective in zip(ways, made, strict=True) if same(collective) != call}
             return odd if 2 * votes > len(ways) else {}
     return {}
 

@@ -31,6 +31,7 @@ STEPS_MISSED = 2
 
 _PEER_LOST = re.compile(
     r"gloo/transport/.*(closed by peer|reset by peer|Broken pipe)"
+    r"|DistNetworkError: (Broken pipe|Connection reset by peer)"  # of a store
     r"|Application timeout caused pair closure"
     r"|ncclRemoteError|remote process exited or there was a network error"
     r"|Connection was likely closed\. Did the remote server shutdown or crash"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ _TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _SEGMENT_BYTES = 1 << 20
 _BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2}
 _BYTES |= {"Short": 2, "Byte": 1, "Char": 1, "Bool": 1}
+# After these the sender goes on, whether the others have come or not.
+_ONE_SENDS = ("broadcast", "scatter", "gather", "reduce")
 _REFERENCE = re.compile(
     r"params\[(\d+)\] .*with (?:sizes|strides) (\[[\d, ]*\]) appears not to match \w+ of the same param in process 0"
 )
@@ -58,7 +61,7 @@ def _histories(ranks: Sequence[Rank]) -> dict[int, Sequence[Collective]]:
         if rank.collectives or not (found := _TOO_LONG.search(rank.stderr)):
             continue
         came, own = map(int, found.groups())
-        recent = [(c, o) for o in ranks for c in o.collectives[-2:] if not c.ranks or rank.rank in c.ranks]
+        recent = [(c, o) for o in ranks for c in _recent(o) if not c.ranks or rank.rank in c.ranks]
         if met := [(c, o) for c, o in recent if came == _message_bytes(c, len(ranks))]:
             # Where a rank still is, rather than what it went on from.
             last, other = max(met, key=lambda each: (each[0] is each[1].collectives[-1], each[0].at_ns))
@@ -73,6 +76,13 @@ def _histories(ranks: Sequence[Rank]) -> dict[int, Sequence[Collective]]:
         rank: [_measured(c, len(ranks), refused[c.key]) if c.key in refused else c for c in history]
         for rank, history in histories.items()
     }
+
+
+def _recent(rank: Rank) -> Sequence[Collective]:
+    """The collectives of this rank to which others may not have come yet: its last two, and those before them from which it
+    may have gone on alone, having sent what it had to send."""
+    sent = itertools.takewhile(lambda collective: collective.op in _ONE_SENDS, reversed(rank.collectives))
+    return rank.collectives[-max(2, 1 + len(list(sent))) :]
 
 
 def _measured(collective: Collective, ranks: int, came: int) -> Collective:

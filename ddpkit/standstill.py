@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .collectives import Collective, outvoted, parting, strayed
+from .collectives import Collective, in_time, outvoted, parting, strayed
 from .finding import Finding, against_most, ranks_said, undecided, verb
 from .frames import stack_frames
 from .joining import making_a_group, of_another_size, while_joining
@@ -40,7 +40,7 @@ def find(ranks: Sequence[Rank], live: bool = False, at_ns: int | None = None) ->
         return _missed_a_barrier(named, {n: at[n] for n in group})
     joining = [s for s in at.values() if s.kind == "joining"] or _at_a_store(at)
     # A few that join once more have left a group in which the others still are.
-    if joining and not (len(joining) * 2 <= len(at) and any(s.rank.collectives for s in joining)):
+    if joining and not (len(joining) * 2 <= len(at) and any(_was_met(s.rank, at) for s in joining)):
         return while_joining(joining, {**at, **{s.rank.rank: s for s in joining}}, live)
     waiting = {n: s for n, s in at.items() if s.kind == "waiting"} or _that_poll(at)
     if not waiting:
@@ -55,6 +55,12 @@ def find(ranks: Sequence[Rank], live: bool = False, at_ns: int | None = None) ->
     if len(waiting) == len(at) and (found := making_a_group(waiting)):
         return found
     return _among_waiting(waiting, at, live, at_ns)
+
+
+def _was_met(rank: Rank, at: Mapping[int, Standing]) -> bool:
+    """Whether this rank has been in a process group: by its own record, or by what others have come through with it."""
+    came_through = (c for s in at.values() for c in s.rank.collectives if c.done)
+    return bool(rank.collectives) or any(rank.rank in c.ranks for c in came_through)
 
 
 def _at_a_store(at: Mapping[int, Standing]) -> list[Standing]:
@@ -147,8 +153,13 @@ def _held_up(waiting: Mapping[int, Standing], at: Mapping[int, Standing], at_ns:
         return {n: missing for n, missing in found.items() if missing}
     # Whom a wait for a send or receive is for, or who sets a key of the store, may not be written down: it can be told only
     # where nobody else is left.
-    alone = len(waiting) == 1 or all(s.place and STORE.search(s.place.source) for s in waiting.values())
+    alone = len(waiting) == 1 or all(map(_is_at_a_key, waiting.values()))
     return dict.fromkeys(waiting, free) if len(free) == 1 and alone else {}
+
+
+def _is_at_a_key(standing: Standing) -> bool:
+    """Whether this rank waits for a key of the store, and for whoever is to set it."""
+    return standing.place is not None and STORE.search(standing.place.source) is not None
 
 
 def _has_gone_on(standing: Standing, waiting: Mapping[int, Standing]) -> bool:
@@ -220,6 +231,12 @@ def _nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standin
     if len(shared) == 1 and all(s.collective for s in waiting.values()):
         every = f"Every rank has joined {_whom_it_waits_for(waiting[min(waiting)])}, and it does not end"
         return Finding((), f"{every}: what holds it up cannot be told from this.", "stuck")
+    if beside := _beside_the_others(waiting, at):
+        first = waiting[beside[0]]
+        rest = {n: s for n, s in waiting.items() if n not in beside}
+        joined = _whom_it_waits_for(next(iter(rest.values())))
+        sentence = f"{ranks_said(beside)} never joined {joined}; {instead(first, beside)}. {_who_waits_there(rest)}"
+        return Finding(beside, sentence, "never_joined")
     said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(at.items()))
     known = all(s.collective or _peers(s) for s in waiting.values())
     who = (
@@ -228,7 +245,7 @@ def _nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standin
     each_other = len(waiting) == len(at) or (known and len(waiting) > 1)
     opening = f"{who} for each other" if each_other else f"{who}, for whom cannot be told"
     histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
-    if odd_ones := _odd_among_alike(histories, at) or _without_an_exchange(waiting):
+    if odd_ones := _odd_among_alike(histories, at) or _without_an_exchange(waiting) or _with_one_more(waiting, at):
         way = "after the same calls most ranks came to another one"
         return Finding(odd_ones, f"{opening}: {said}. {ranks_said(odd_ones)} left the common way: {way}.", "mismatch")
     if found := strayed(histories):
@@ -236,6 +253,15 @@ def _nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standin
         way = f"from {before.name}{before.from_line} it came to {after.name}{after.from_line}, as nobody else ever did"
         return Finding((odd,), f"{opening}: {said}. Rank {odd} left the common way: {way}.", "mismatch")
     return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
+
+
+def _beside_the_others(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The few that wait for something that is in no record, a key of the store say, while all others, who are more, wait in
+    one collective for them."""
+    few = [n for n, s in sorted(waiting.items()) if s.collective is None and (not s.pairwise or _is_at_a_key(s))]
+    others = [s for n, s in waiting.items() if n not in few]
+    alone = len(waiting) == len(at) and len(few) < len(others)
+    return tuple(few) if alone and all(s.collective and _missing_in(s, at, None) == few for s in others) else ()
 
 
 def _odd_among_alike(histories: Mapping[int, Sequence[Collective]], at: Mapping[int, Standing]) -> tuple[int, ...]:
@@ -256,6 +282,25 @@ def _without_an_exchange(waiting: Mapping[int, Standing]) -> tuple[int, ...]:
             if peer in peers and call is waiting[peer].collective:
                 return (peer,)
     return ()
+
+
+def _with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The rank that makes one more send or receive with a peer than most of the others have made with it, and for which that
+    peer waits in their next collective."""
+    for number, waiter in waiting.items():
+        for peer in _peers(waiter) if waiter.pairwise else ():
+            if peer not in waiting or _missing_in(waiting[peer], at, None) != [number]:
+                continue
+            odd = outvoted({n: s.rank.calls for n, s in waiting.items() if n != peer}, _partners)
+            *before, last = in_time(waiter.rank.calls)
+            if odd.get(number) is last and len(odd) == 1 and _partners(last) in map(_partners, before):
+                return (number,)
+    return ()
+
+
+def _partners(call: Collective) -> tuple[object, ...]:
+    """What a call does and with whom, from whatever line."""
+    return (call.op, call.ranks)
 
 
 def _waits_alone(waiting: Mapping[int, Standing], left: Sequence[int]) -> Finding:
@@ -350,8 +395,8 @@ def _helper(standing: Standing) -> str:
 
 def _thread_died_of(rank: Rank) -> str:
     """What Python last said on stderr of a thread that ended by an exception; "" if none did."""
-    _, _, said = rank.stderr.rpartition("Exception in thread ")
-    return next((line for line in said.splitlines()[2:] if line[:1].strip()), "")
+    _, died, said = rank.stderr.rpartition("Exception in thread ")
+    return died and next((line for line in said.splitlines()[2:] if line[:1].strip()), "")
 
 
 def _who_waits_there(waiting: Mapping[int, Standing]) -> str:

@@ -1322,4 +1322,77 @@ CASES = [
         says=("Rank 3 joined gather #4", "with rank 1 as its destination; rank 1 has come through it without them"),
         needs_record=True,
     ),
+    case(
+        "one of three broadcasts more than the others and has gone on",
+        """
+        for size in (4, 12, 3, 7) if rank == 2 else (4, 3, 7):
+            dist.broadcast(torch.ones(size), src=2)
+        dist.barrier()
+        """,
+        2,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 2 left the common way at collective #5", "rank 2 joined broadcast of [12] Float"),
+        needs_record=True,
+    ),
+    hang(
+        "one of three waits for a key that nobody sets",
+        """
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            store.set("classes", "10")
+        classes = store.get("classes" if rank < 2 else "clases")
+        dist.barrier()
+        """,
+        2,
+        "skipped_collective",
+        nproc=3,
+        says=("Rank 2 never joined barrier #4", "it waits at line 14: classes = store.get("),
+        needs_record=True,
+    ),
+    hang(
+        "a client sends two messages where the others send one",
+        """
+        for _ in range(3):
+            dist.broadcast(torch.ones(4), src=0)
+            for client in (1, 2, 3) if rank == 0 else ():
+                dist.recv(torch.ones(8), src=client)
+            for _part in range(2 if rank == 2 else 1) if rank else ():
+                dist.send(torch.ones(8), dst=0)
+        """,
+        2,
+        "collective_mismatch",
+        nproc=4,
+        says=("Rank 2 left the common way: after the same calls most ranks came to another one",),
+        needs_record=True,
+    ),
+    case(
+        "the rank that holds a store of its own leaves before the others are done with it",
+        """
+        port = int(os.environ["MASTER_PORT"]) % 10000 + 20000
+        store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0, timeout=timedelta(seconds=20))
+        dist.barrier()
+        while rank:
+            store.add("done", 1)
+            time.sleep(0.1)
+        """,
+        0,
+        "early_exit",
+        nproc=3,
+        says=("Ranks 1 and 2 lost a store at line 15: store.add", "rank 0 had left with exit code 0"),
+    ),
+    hang(
+        "a rank starts itself anew in the middle of the training",
+        """
+        if rank == 1 and "AGAIN" not in os.environ:
+            os.environ["AGAIN"] = "1"
+            os.execv(sys.executable, [sys.executable, *sys.argv])
+        dist.all_reduce(torch.ones(4))
+        """,
+        1,
+        "skipped_collective",
+        nproc=3,
+        says=("Rank 1 never joined all_reduce #4",),
+        needs_record=True,
+    ),
 ]

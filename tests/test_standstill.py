@@ -304,6 +304,19 @@ def test_nobody_is_blamed_for_honest_work(tmp_path: Path) -> None:
     assert "No rank waits for another" in run.verdict.sentence
 
 
+def test_only_what_python_says_of_a_thread_is_taken_for_its_end(tmp_path: Path) -> None:
+    died = "Exception in thread Thread-1:\nTraceback (most recent call last):\n  ...\nValueError: boom\n"
+    for number, (said, told) in enumerate([("INFO:a\nINFO:b\nINFO:c\n", ""), (died, " has died of ValueError: boom.")]):
+        step: list[Call] = [("all_reduce", 5)]
+        folder = tmp_path / str(number)
+        hung(folder, {"calls": step, "waits": True}, {"calls": [], "waits": False, "line": 8})
+        log = folder / "logs" / "none_x" / "attempt_0" / "1" / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(said)
+        sentence = Run.from_folder(folder).verdict.sentence
+        assert told in sentence and (" has died" in sentence) == bool(told), sentence
+
+
 def test_a_long_backward_is_no_wait(tmp_path: Path) -> None:
     step: list[Call] = [("all_reduce", 5)]
     run = hung(tmp_path, {"calls": step * 3, "waits": False, "busy": 1.0}, {"calls": step * 4, "waits": True})
