@@ -46,6 +46,7 @@ _GAVE_UP = re.compile(
     r"|wait timeout after \d+ms, keys"
     r"|RuntimeError: Wait timeout$"  # of a store in a file
     r"|client socket has timed out"
+    r"|waiting for clients\. \d+/\d+ clients joined"
     r"|failed to pass monitoredBarrier"
 )
 # torch.distributed.checkpoint raises on every rank what it met on some; with `reduce_fun`, what came of them all together.

@@ -57,9 +57,10 @@ def _asked_amiss(joining: Sequence[Standing], at: Mapping[int, Standing]) -> Fin
     masters = {n: s.rank.master for n, s in at.items() if s.rank.master}
     astray = [n for n, j in asked.items() if j.master and n in masters and _leads_elsewhere(j.master, masters[n])]
     if len(astray) == len(at) == len(joining) and all(_by_another_port(asked[n].master, masters[n]) for n in astray):
-        vain = f"which is not where torchrun has it; all wait in vain{at_line(joining[0])}."
-        sentence = f"Every rank asked for the store at {asked[astray[0]].master}, {vain}"
-        return Finding(tuple(astray), sentence, "init_elsewhere")
+        addresses = list(dict.fromkeys(asked[n].master for n in astray))
+        asked_at = f"at {addresses[0]}, which is" if len(addresses) == 1 else f"elsewhere, {' and '.join(addresses)},"
+        sentence = f"Every rank asked for the store {asked_at} not where torchrun has it; all wait in vain"
+        return Finding(tuple(astray), f"{sentence}{at_line(joining[0])}.", "init_elsewhere")
     # Where all that have come asked elsewhere alike, they wait for the one that has not.
     if astray and len(astray) < len(asked):
         vain = "which is not where torchrun has it; the others wait in vain"

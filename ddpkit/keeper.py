@@ -244,7 +244,12 @@ def _that_have(ranks: Path, record: str) -> set[Path]:
 def keep_agent(become: Callable[[], None], owner: int) -> int:
     """Keep the torchrun agent that `become` turns into, whose job ends with process `owner`; its wait status."""
     folder = Path(os.environ[wire.ENV_RUN])
-    keeper = Keeper(become, Owner(owner), folder / wire.AGENT_RECORD, AGENT_GRACE_S)
+
+    def become_known() -> None:
+        os.environ[wire.ENV_AGENT] = str(os.getpid())
+        become()
+
+    keeper = Keeper(become_known, Owner(owner), folder / wire.AGENT_RECORD, AGENT_GRACE_S)
     return keeper.run(after=lambda: sweep(folder))
 
 

@@ -33,6 +33,7 @@ _COLLECTIVES = "distributed_c10d.py"
 _PEERS = {"send": "dst", "recv": "src"}
 _ROOTS = dict.fromkeys(("broadcast", "broadcast_object_list", "scatter", "scatter_object_list"), "src")
 _ROOTS |= dict.fromkeys(("reduce", "gather", "gather_object"), "dst")
+_GROUP_ROOTS = {function: f"group_{argument}" for function, argument in _ROOTS.items()}
 _IN_LOADER = f"torch{os.sep}utils{os.sep}data{os.sep}dataloader.py"
 
 
@@ -69,6 +70,7 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
             "workers": list(_workers_of(rank).items()),
             "peer": _named_in(spied.get(rank.pid or 0, []), _PEERS),
             "root": _named_in(spied.get(rank.pid or 0, []), _ROOTS),
+            "group_root": _named_in(spied.get(rank.pid or 0, []), _GROUP_ROOTS),
             "dead_workers": children.count(psutil.STATUS_ZOMBIE),
             "stopped_workers": children.count(psutil.STATUS_STOPPED),
         }

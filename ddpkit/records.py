@@ -64,6 +64,7 @@ class Look:
     gpu_busy: float | None = None
     peer: int | None = None
     root: int | None = None
+    group_root: int | None = None
     dead_workers: int = 0
     stopped_workers: int = 0
 

@@ -186,10 +186,19 @@ def _lost_a_store(standing: Standing) -> bool:
 
 def _roots(waiting: Mapping[int, Standing]) -> dict[int, int]:
     """The source or destination that each rank gave to the call at which they all wait; empty where they agree."""
-    roots = {n: s.rank.look.root for n, s in waiting.items() if s.rank.look and s.rank.look.root is not None}
+    roots = {n: root for n, s in waiting.items() if (root := _root(s)) is not None}
     first = waiting[min(waiting)].place
     at_one_line = all(same_line(s.place, first) for s in waiting.values())
     return roots if at_one_line and len(set(roots.values())) > 1 else {}
+
+
+def _root(standing: Standing) -> int | None:
+    """The source or destination of the collective in which this rank waits; None where it has none, or was not seen."""
+    look, joined = standing.rank.look, standing.collective
+    if look is None or look.root is not None or look.group_root is None:
+        return look.root if look else None
+    members = joined.ranks if joined else ()
+    return members[look.group_root] if look.group_root < len(members) else None
 
 
 def _other_root(roots: Mapping[int, int], waiting: Mapping[int, Standing]) -> Finding:
@@ -201,24 +210,27 @@ def _other_root(roots: Mapping[int, int], waiting: Mapping[int, Standing]) -> Fi
 
 
 def _towards_one_who_has_gone_on(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> dict[int, int]:
-    """The ranks that wait in a gather or reduce to a root that has come through it, and that root: no root comes through
-    without every rank of the group, so it was nobody else's."""
+    """The ranks that wait in a collective to, or from, a root that has come through it, and that root. To none comes a gather
+    or reduce without every rank of the group; from one a broadcast or scatter may come late to some, unless another rank
+    that waits in it has named another root."""
     found = {}
     for number, standing in waiting.items():
-        joined, root = standing.collective, standing.rank.look.root if standing.rank.look else None
-        if joined is None or joined.op not in ("gather", "reduce") or root is None or root not in at:
+        joined, root = standing.collective, _root(standing)
+        if joined is None or root is None or root not in at:
             continue
-        if any(c.key == joined.key and c.done for c in at[root].rank.collectives):
+        named = {_root(s) for s in waiting.values() if s.collective and s.collective.key == joined.key} - {None}
+        through = any(c.key == joined.key and c.done for c in at[root].rank.collectives)
+        if through and (joined.op in ("gather", "reduce") or len(named) > 1):
             found[number] = root
     return found
 
 
 def _to_another_root(roots: Mapping[int, int], waiting: Mapping[int, Standing]) -> Finding:
-    """Ranks that have sent their part of a gather or reduce to a rank that was not its root for the others."""
+    """Ranks that have joined a collective with a root that it did not have for the others."""
     first = min(roots)
     joined, root = _whom_it_waits_for(waiting[first]), roots[first]
-    said = f"{ranks_said(sorted(roots))} joined {joined} with rank {root} as its destination"
-    gone_on = f"rank {root} has come through it without them, to another destination"
+    said = f"{ranks_said(sorted(roots))} joined {joined} with rank {root} as its source or destination"
+    gone_on = f"rank {root} has come through it without that, and so with another"
     return Finding(tuple(sorted(roots)), f"{said}; {gone_on}. {each(waiting)}", "mismatch")
 
 
@@ -237,6 +249,11 @@ def _nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standin
         joined = _whom_it_waits_for(next(iter(rest.values())))
         sentence = f"{ranks_said(beside)} never joined {joined}; {instead(first, beside)}. {_who_waits_there(rest)}"
         return Finding(beside, sentence, "never_joined")
+    if (setter := _only_one_to_set_a_key(waiting)) is not None:
+        for_it = {n: s for n, s in waiting.items() if n != setter}
+        wait = f"{ranks_said(sorted(for_it))} wait{at_line(next(iter(for_it.values())))} for a key of the store"
+        does = f"rank {setter}, the only one left to set it, {waiting[setter].words}{at_line(waiting[setter])}"
+        return Finding((setter,), f"{wait}; {does}.", "all_waiting")
     said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(at.items()))
     known = all(s.collective or _peers(s) for s in waiting.values())
     who = (
@@ -262,6 +279,12 @@ def _beside_the_others(waiting: Mapping[int, Standing], at: Mapping[int, Standin
     others = [s for n, s in waiting.items() if n not in few]
     alone = len(waiting) == len(at) and len(few) < len(others)
     return tuple(few) if alone and all(s.collective and _missing_in(s, at, None) == few for s in others) else ()
+
+
+def _only_one_to_set_a_key(waiting: Mapping[int, Standing]) -> int | None:
+    """The rank that waits in a collective while all others, who are more than one, wait for a key of the store."""
+    not_at_it = [n for n, s in waiting.items() if s.collective or not _is_at_a_key(s)]
+    return not_at_it[0] if len(not_at_it) == 1 and len(waiting) > 2 else None
 
 
 def _odd_among_alike(histories: Mapping[int, Sequence[Collective]], at: Mapping[int, Standing]) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ ENV_FAULT = "DDPKIT_FAULT"
 # What a program of the exercises draws its data from; and, in one process, how many ranks it stands for.
 ENV_SEED = "DDPKIT_SEED"
 ENV_RANKS = "DDPKIT_RANKS"
+# The process of torchrun, as its ranks are to see their parent.
+ENV_AGENT = "DDPKIT_AGENT"
 # Where the ranks of a warm job find the zygote.
 ENV_ZYGOTE = "DDPKIT_ZYGOTE"
 # Room in the zygote's own environment, for that of the processes it will fork.

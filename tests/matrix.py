@@ -1319,7 +1319,7 @@ CASES = [
         3,
         "collective_mismatch",
         nproc=4,
-        says=("Rank 3 joined gather #4", "with rank 1 as its destination; rank 1 has come through it without them"),
+        says=("Rank 3 joined gather #4", "with rank 1 as its source or destination; rank 1 has come"),
         needs_record=True,
     ),
     case(
@@ -1394,5 +1394,62 @@ CASES = [
         nproc=3,
         says=("Rank 1 never joined all_reduce #4",),
         needs_record=True,
+    ),
+    case(
+        "a task of a task group fails on one rank",
+        """
+        import asyncio
+        async def fetch(shard):
+            if rank == 1:
+                raise FileNotFoundError(2, "No such file or directory", f"shard-{shard}.pt")
+        async def fetch_all():
+            async with asyncio.TaskGroup() as group:
+                group.create_task(fetch(7))
+            dist.all_reduce(torch.ones(4))
+        async def train():
+            async with asyncio.TaskGroup() as group:
+                group.create_task(fetch_all())
+        asyncio.run(train())
+        """,
+        1,
+        "own_exception",
+        nproc=3,
+        says=("Rank 1 raised FileNotFoundError", "(line 14: raise FileNotFoundError"),
+    ),
+    hang(
+        "the one who was to set the key for the others goes on without it",
+        """
+        store = dist.distributed_c10d._get_default_store()
+        if rank != 1:
+            store.wait(["unpacked"])
+        dist.barrier()
+        """,
+        1,
+        "everyone_waits",
+        nproc=3,
+        says=("Ranks 0 and 2 wait at line 13: store.wait", "rank 1, the only one left to set it, waits in barrier #4"),
+        needs_record=True,
+    ),
+    hang(
+        "one of a group broadcasts from another source of it",
+        """
+        group = dist.new_group([1, 2, 3])
+        if rank:
+            source = {"group_src": 1} if rank == 3 else {"src": 1}
+            dist.broadcast(torch.ones(4), group=group, **source)
+        dist.barrier()
+        """,
+        3,
+        "collective_mismatch",
+        nproc=4,
+        says=("Rank 3 joined broadcast #1 of group", "with rank 2 as its source or destination"),
+        needs_record=True,
+    ),
+    case(
+        "a rank ends the process group that it is in itself",
+        "os.killpg(os.getpgrp(), signal.SIGTERM) if rank == 1 else dist.barrier()",
+        1,
+        "unhandled_signal",
+        says=("Rank 1 was killed by SIGTERM",),
     ),
 ]

@@ -442,9 +442,9 @@ REAL = [
     ("segmentation_fault", Said(signal="SIGILL")),
     ("bus_error", Said(signal="SIGBUS")),
     ("aborted", Said(signal="SIGABRT")),
-    ("ended_from_outside", Said(signal="SIGTERM")),
+    ("unhandled_signal", Said(signal="SIGTERM")),
     ("ended_from_outside", Said(signal="SIGINT")),
-    ("ended_from_outside", Said(signal="SIGHUP")),
+    ("unhandled_signal", Said(signal="SIGHUP")),
 ]
 
 # What a victim says; by the page that a verdict without a culprit leads to.

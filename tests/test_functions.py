@@ -173,6 +173,7 @@ def test_a_script_runs_untouched(home: Path) -> None:
         "class Mine: pass\n"
         "assert pickle.loads(pickle.dumps(Mine())).__class__ is Mine\n"
         "print(sibling.word, __name__, __spec__, sys.argv, os.getcwd() == sys.argv[1], sys.stdin.read() == '')\n"
+        "import psutil; assert 'torch.distributed.run' in psutil.Process(os.getppid()).cmdline()\n"
         "assert 'PYTHON_EXEC' not in os.environ and not [k for k in os.environ if k.startswith('PET_')]\n"
     )
     run = ddpkit.launch("sub/train.py", args=[home], show=False, timeout=120)

@@ -40,6 +40,14 @@ LOOKS = {
         varies = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT", "DDPKIT_RUN")
         print(sorted((k, v if k not in varies else "...") for k, v in os.environ.items()))
         """,
+    "parent": """
+        import os, psutil
+        print("torch.distributed.run" in psutil.Process(os.getppid()).cmdline())
+        rank = os.getpid()
+        if not (child := os.fork()):
+            os._exit(os.getppid() != rank)
+        print("its child's exit code:", os.waitpid(child, 0)[1])
+        """,
     "environment read by the system": """
         marks = [e for e in open("/proc/self/environ").read().split("\\0") if e.startswith(("RANK=", "WORLD_SIZE="))]
         print(sorted(marks))

@@ -96,6 +96,7 @@ def arm(warm: bool) -> None:
     if folder is None:
         return
     failure.this_process_is_the_rank()
+    _be_child_of_torchrun(os.environ.pop(wire.ENV_AGENT, ""))
     sys.excepthook = failure.print_uncaught
     sys.breakpointhook = failure.no_keyboard
     builtins.input = failure.no_keyboard
@@ -107,6 +108,14 @@ def arm(warm: bool) -> None:
         # Of the main thread alone: to walk the stack of a thread that is running may crash the process, and py-spy can.
         faulthandler.register(STACK_SIGNAL, _kept_open(folder / wire.STACK), all_threads=False, chain=False)
         wire.write_record(folder / wire.STARTED, started(warm))
+
+
+def _be_child_of_torchrun(agent: str) -> None:
+    """Have `os.getppid()` answer with torchrun's process, as without ddpkit, rather than with this rank's keeper: programs
+    name by it what all ranks of a job share."""
+    keeper, parent = os.getppid(), os.getppid
+    if agent:
+        os.getppid = lambda: int(agent) if parent() == keeper else parent()
 
 
 def started(warm: bool) -> dict[str, object]:

@@ -63,17 +63,25 @@ def own_folder() -> Path | None:
 
 def described(error: BaseException) -> dict[str, Any]:
     """`error` as a record: type, message, the chain behind it, its frames, and the user's own line."""
+    whole, error = error, _only_one_in(error)
     frames = [_frame(f) for f in _own_traceback(error.__traceback__)]
     message = _text_of_exit(error) if isinstance(error, SystemExit) else _text_of(error)
     return {
         "type": type(error).__name__,
         "message": message[:20_000],
         "chain": [{"type": type(e).__name__, "message": _text_of(e)[:2_000]} for e in _chain(error)],
-        "traceback": _printed(error)[-40_000:],
+        "traceback": _printed(whole)[-40_000:],
         "frames": frames,
         "where": next((f for f in reversed(frames) if f["own"]), frames[-1] if frames else _syntax_error_place(error)),
         "errno": getattr(error, "errno", None),
     }
+
+
+def _only_one_in(error: BaseException) -> BaseException:
+    """What a group of one exception holds, as of a TaskGroup with one failed task: the group itself says only how many."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 def trimmed(traceback: TracebackType | None) -> TracebackType | None:
