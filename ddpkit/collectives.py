@@ -28,7 +28,8 @@ class Collective:
     the `if` about the rank on the way there ("" where there is none), `loops` the loops around it, the innermost first, and
     `every_turn` those of them that come to it in every turn. `backend` is "gloo" or "nccl", "" where that is not known.
 
-    Of a rank that gloo aborted no sizes may be known but how long its messages are, `message_bytes`; 0 where nobody asked.
+    Of a rank that gloo aborted no sizes may be known but how long its messages are, `message_bytes`; 0 where nobody asked. Of
+    a send or receive it is its length.
     `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
     """
 
@@ -114,6 +115,7 @@ def read_exchanges(path: Path) -> tuple[Collective, ...]:
             at_ns=entry["at_ns"],
             done=True,
             where=Frame(**entry["where"]) if entry["where"] else None,
+            message_bytes=entry.get("bytes", 0),
         )
         for number, entry in enumerate(record.get("exchanged", []), 1)
     )

@@ -38,6 +38,8 @@ def find_parting(ranks: Sequence[Rank]) -> Finding:
     told = {r.rank: found for r in ranks if r.failure and (found := _REFERENCE.search(r.failure.message))}
     if told:
         return _against_rank_0({rank: (found[1], found[2]) for rank, found in told.items()}, ranks)
+    if lengths := _lengths_sent_to_the_aborted(ranks):
+        return _by_length(*lengths)
     lines = {r.rank: where for r in ranks if (where := _failed_line(r))}
     if shared := _line_that_all_reached(lines, ranks):
         return undecided(f"The ranks met in one collective with different sizes, at {shared.text}.", "mismatch")
@@ -47,9 +49,37 @@ def find_parting(ranks: Sequence[Rank]) -> Finding:
     by_size = sorted(camps.values(), key=len)
     said = "; ".join(f"rank {n} was at {where.text}" for n, where in sorted(lines.items()))
     opening = f"The ranks met in different collectives: {said}."
-    if len(by_size) > 1 and len(lines) == len(ranks) and len(by_size[-1]) > len(by_size[-2]):
+    # Who sends to others and who receives from them are in different lines by their roles.
+    exchange = any(r.calls and r.calls[-1].is_exchange for r in ranks)
+    if not exchange and len(by_size) > 1 and len(lines) == len(ranks) and len(by_size[-1]) > len(by_size[-2]):
         return Finding(tuple(sorted(n for camp in by_size[:-1] for n in camp)), opening, "mismatch")
     return undecided(opening, "mismatch")
+
+
+def _lengths_sent_to_the_aborted(ranks: Sequence[Rank]) -> tuple[int, dict[int, int]] | None:
+    """The rank that gloo aborted for a message that was too long for it, where another rank's send was so long, and by rank
+    the bytes of what it had room for and of what each sent to it last, or of that send."""
+    for aborted in ranks:
+        found = _TOO_LONG.search(aborted.stderr)
+        if aborted.collectives or not found:
+            continue
+        came, room = map(int, found.groups())
+        sends = {
+            r.rank: [c.message_bytes for c in r.calls if "send" in c.op and aborted.rank in c.ranks] for r in ranks
+        }
+        sent = {rank: came if came in lengths else lengths[-1] for rank, lengths in sends.items() if lengths}
+        if came in sent.values():
+            return aborted.rank, {aborted.rank: room, **sent}
+    return None
+
+
+def _by_length(aborted: int, lengths: Mapping[int, int]) -> Finding:
+    """Ranks whose messages to one that gloo aborted, or the room that it had for them, are of different lengths."""
+    sent = ", ".join(f"rank {n} sent {length}" for n, length in sorted(lengths.items()) if n != aborted)
+    opening = (
+        f"Messages and room are of different lengths: rank {aborted} had room for {lengths[aborted]} bytes, {sent}."
+    )
+    return against_most(lengths, opening, "mismatch")
 
 
 def _histories(ranks: Sequence[Rank]) -> dict[int, Sequence[Collective]]:

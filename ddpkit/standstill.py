@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -262,7 +263,8 @@ def _nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standin
     each_other = len(waiting) == len(at) or (known and len(waiting) > 1)
     opening = f"{who} for each other" if each_other else f"{who}, for whom cannot be told"
     histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
-    if odd_ones := _odd_among_alike(histories, at) or _without_an_exchange(waiting) or _with_one_more(waiting, at):
+    odd_ones = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
+    if odd_ones := odd_ones or _without_an_exchange(waiting) or _with_one_more(waiting, at):
         way = "after the same calls most ranks came to another one"
         return Finding(odd_ones, f"{opening}: {said}. {ranks_said(odd_ones)} left the common way: {way}.", "mismatch")
     if found := strayed(histories):
@@ -285,6 +287,15 @@ def _only_one_to_set_a_key(waiting: Mapping[int, Standing]) -> int | None:
     """The rank that waits in a collective while all others, who are more than one, wait for a key of the store."""
     not_at_it = [n for n, s in waiting.items() if s.collective or not _is_at_a_key(s)]
     return not_at_it[0] if len(not_at_it) == 1 and len(waiting) > 2 else None
+
+
+def _in_another_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The ranks that wait in another process group than most, where both are groups of all ranks."""
+    joined = {n: s.collective for n, s in waiting.items() if s.collective and set(s.collective.ranks) == set(at)}
+    if len(joined) < len(at):
+        return ()
+    group, most = Counter(c.group for c in joined.values()).most_common(1)[0]
+    return tuple(n for n, c in sorted(joined.items()) if c.group != group) if 2 * most > len(at) else ()
 
 
 def _odd_among_alike(histories: Mapping[int, Sequence[Collective]], at: Mapping[int, Standing]) -> tuple[int, ...]:

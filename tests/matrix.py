@@ -1452,4 +1452,31 @@ CASES = [
         "unhandled_signal",
         says=("Rank 1 was killed by SIGTERM",),
     ),
+    hang(
+        "one of three wraps its model in another group of all",
+        """
+        group = dist.new_group()
+        DDP(torch.nn.Linear(4, 4), process_group=None if rank == 2 else group)
+        """,
+        2,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 2 left the common way",),
+        needs_record=True,
+    ),
+    case(
+        "one of three sends numbers of twice the length",
+        """
+        for _ in range(2):
+            for sender in (1, 2, 3) if rank == 0 else ():
+                dist.recv(torch.zeros(4), src=sender)
+            if rank:
+                dist.send(torch.zeros(4, dtype=torch.float64 if rank == 2 else torch.float32), dst=0)
+        """,
+        2,
+        "collective_mismatch",
+        nproc=4,
+        says=("rank 0 had room for 16 bytes, rank 1 sent 16, rank 2 sent 32", "Rank 2 differs from the others"),
+        needs_record=True,
+    ),
 ]

@@ -33,8 +33,9 @@ _lock = threading.Lock()
 _listening_pid = 0
 _members: dict[str, list[int]] = {}
 _exchanges = 0
-# The last sends and receives that began: when, which, with which rank, and the user's line. gloo records none of them.
-_exchanged: deque[tuple[int, str, int | None, tuple[str, int, str] | None]] = deque(maxlen=2000)
+# The last sends and receives that began: when, which, of how many bytes, with which rank, and the user's line. gloo records
+# none of them.
+_exchanged: deque[tuple[int, str, int, int | None, tuple[str, int, str] | None]] = deque(maxlen=2000)
 # The rank with which a send or receive is under way, or failed.
 exchanging_with: int | None = None
 _requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -224,13 +225,13 @@ def begin_exchange(op: str, asked: Mapping[str, Any]) -> None:
             return
         frame = frame.f_back
     line = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else None
-    _exchanged.append((time.time_ns(), op, exchanging_with, line))
+    _exchanged.append((time.time_ns(), op, getattr(asked.get("tensor"), "nbytes", 0), exchanging_with, line))
 
 
-def _exchange(at_ns: int, op: str, peer: int | None, line: tuple[str, int, str] | None) -> dict[str, Any]:
+def _exchange(at_ns: int, op: str, nbytes: int, peer: int | None, line: tuple[str, int, str] | None) -> dict[str, Any]:
     """A send or receive as a record."""
     where = _place([dict(zip(("filename", "line", "name"), line, strict=True))]) if line else None
-    return {"at_ns": at_ns, "op": op, "peer": peer, "where": where}
+    return {"at_ns": at_ns, "op": op, "bytes": nbytes, "peer": peer, "where": where}
 
 
 def end_exchange(given: Any, outer: int | None) -> None:
