@@ -250,7 +250,7 @@ def _nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standin
         joined = _whom_it_waits_for(next(iter(rest.values())))
         sentence = f"{ranks_said(beside)} never joined {joined}; {instead(first, beside)}. {_who_waits_there(rest)}"
         return Finding(beside, sentence, "never_joined")
-    if (setter := _only_one_to_set_a_key(waiting)) is not None:
+    if (setter := _only_one_to_set_a_key(waiting, at)) is not None:
         for_it = {n: s for n, s in waiting.items() if n != setter}
         wait = f"{ranks_said(sorted(for_it))} wait{at_line(next(iter(for_it.values())))} for a key of the store"
         does = f"rank {setter}, the only one left to set it, {waiting[setter].words}{at_line(waiting[setter])}"
@@ -283,10 +283,10 @@ def _beside_the_others(waiting: Mapping[int, Standing], at: Mapping[int, Standin
     return tuple(few) if alone and all(s.collective and _missing_in(s, at, None) == few for s in others) else ()
 
 
-def _only_one_to_set_a_key(waiting: Mapping[int, Standing]) -> int | None:
+def _only_one_to_set_a_key(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> int | None:
     """The rank that waits in a collective while all others, who are more than one, wait for a key of the store."""
     not_at_it = [n for n, s in waiting.items() if s.collective or not _is_at_a_key(s)]
-    return not_at_it[0] if len(not_at_it) == 1 and len(waiting) > 2 else None
+    return not_at_it[0] if len(not_at_it) == 1 and len(waiting) == len(at) > 2 else None
 
 
 def _in_another_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
@@ -326,8 +326,8 @@ def _with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) 
             if peer not in waiting or _missing_in(waiting[peer], at, None) != [number]:
                 continue
             odd = outvoted({n: s.rank.calls for n, s in waiting.items() if n != peer}, _partners)
-            *before, last = in_time(waiter.rank.calls)
-            if odd.get(number) is last and len(odd) == 1 and _partners(last) in map(_partners, before):
+            made = in_time(waiter.rank.calls)
+            if list(odd) == [number] and odd[number] is made[-1] and _partners(made[-1]) in map(_partners, made[:-1]):
                 return (number,)
     return ()
 
