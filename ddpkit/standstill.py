@@ -264,13 +264,14 @@ def _nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standin
     opening = f"{who} for each other" if each_other else f"{who}, for whom cannot be told"
     histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
     odd_ones = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
-    if odd_ones := odd_ones or _without_an_exchange(waiting) or _with_one_more(waiting, at):
-        way = "after the same calls most ranks came to another one"
-        return Finding(odd_ones, f"{opening}: {said}. {ranks_said(odd_ones)} left the common way: {way}.", "mismatch")
-    if found := strayed(histories):
+    odd_ones = odd_ones or _without_an_exchange(waiting) or _with_one_more(waiting, at)
+    if found := None if odd_ones else strayed(histories):
         odd, before, after = found
         way = f"from {before.name}{before.from_line} it came to {after.name}{after.from_line}, as nobody else ever did"
         return Finding((odd,), f"{opening}: {said}. Rank {odd} left the common way: {way}.", "mismatch")
+    if odd_ones := odd_ones or _out_of_step(waiting, at):
+        way = "after the same calls most ranks came to another one"
+        return Finding(odd_ones, f"{opening}: {said}. {ranks_said(odd_ones)} left the common way: {way}.", "mismatch")
     return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
 
 
@@ -330,6 +331,19 @@ def _with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) 
             if list(odd) == [number] and odd[number] is made[-1] and _partners(made[-1]) in map(_partners, made[:-1]):
                 return (number,)
     return ()
+
+
+def _out_of_step(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The one rank that came to a send or receive while most came to a collective, or the other way round, where all had
+    exchanged before, each as often as the others between the same collectives: as in a ring, or in pairs."""
+    histories = {n: s.rank.calls for n, s in waiting.items()}
+    odd = outvoted(histories, lambda call: call.is_exchange or call.call) if len(waiting) == len(at) else {}
+    if len(odd) != 1:
+        return ()
+    ((number, last),) = odd.items()
+    *before, newest = in_time(histories[number])
+    in_common = all(any(c.is_exchange for c in in_time(calls)[: len(before)]) for calls in histories.values())
+    return (number,) if newest is last and in_common else ()
 
 
 def _partners(call: Collective) -> tuple[object, ...]:

@@ -1479,4 +1479,20 @@ CASES = [
         says=("rank 0 had room for 16 bytes, rank 1 sent 16, rank 2 sent 32", "Rank 2 differs from the others"),
         needs_record=True,
     ),
+    hang(
+        "one of two pairs of ranks wants to swap once more",
+        """
+        peer, own, other = rank ^ 1, torch.ones(4), torch.ones(4)
+        for step in range(5):
+            if step == 1 or (step == 3 and rank == 1):
+                for swap in (dist.send, dist.recv) if rank < peer else (dist.recv, dist.send):
+                    swap(own if swap is dist.send else other, peer)
+            dist.all_reduce(own)
+        """,
+        1,
+        "collective_mismatch",
+        nproc=4,
+        says=("Rank 1 left the common way",),
+        needs_record=True,
+    ),
 ]

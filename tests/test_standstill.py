@@ -263,6 +263,24 @@ def test_a_receive_more_than_in_the_turns_before_is_one_too_many(tmp_path: Path)
     assert "from recv with rank 1 (line 3: x3()) it came to recv with rank 1 (line 20" in run.verdict.sentence
 
 
+def test_who_swaps_alone_where_all_have_swapped_before_is_out_of_step(tmp_path: Path) -> None:
+    step: list[Call] = [("all_reduce", 5)]
+    pairs = {0: 1, 1: 0, 2: 3, 3: 2}
+
+    def rank(number: int, rounds: Sequence[int]) -> dict[str, Any]:
+        lines = [("send", 2), ("recv", 3)] if number % 2 == 0 else [("recv", 6), ("send", 7)]
+        swaps = [(r, op, line, pairs[number]) for r in rounds for op, line in lines]
+        alone = len(rounds) > 1
+        waits = {"line": 6, "peer": pairs[number], "exchanged": swaps[:-1]} if alone else {"exchanged": swaps}
+        return {"calls": step * (3 if alone else 4), "waits": True, **waits}
+
+    run = hung(tmp_path / "once", rank(0, [1]), rank(1, [1, 3]), rank(2, [1]), rank(3, [1]))
+    assert run.culprit == 1, run.verdict.sentence
+    # Where nobody has swapped before, the other of the pair may have left it out.
+    run = hung(tmp_path / "first", rank(0, []), rank(1, [3, 3]), rank(2, []), rank(3, []))
+    assert run.culprit is None, run.verdict.sentence
+
+
 def test_a_receive_waits_for_its_sender_and_not_for_who_stands_by(tmp_path: Path) -> None:
     step: list[Call] = [("all_reduce", 5)]
     waits: dict[str, Any] = {"calls": step, "waits": True, "line": 7}
