@@ -190,7 +190,9 @@ def _roots(waiting: Mapping[int, Standing]) -> dict[int, int]:
     roots = {n: root for n, s in waiting.items() if (root := _root(s)) is not None}
     first = waiting[min(waiting)].place
     at_one_line = all(same_line(s.place, first) for s in waiting.values())
-    return roots if at_one_line and len(set(roots.values())) > 1 else {}
+    # Of ranks that are further on, the next one may well have another root.
+    in_one = len({s.collective.key for s in waiting.values() if s.collective}) <= 1
+    return roots if at_one_line and in_one and len(set(roots.values())) > 1 else {}
 
 
 def _root(standing: Standing) -> int | None:
@@ -335,15 +337,15 @@ def _with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) 
 
 def _out_of_step(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
     """The one rank that came to a send or receive while most came to a collective, or the other way round, where all had
-    exchanged before, each as often as the others between the same collectives: as in a ring, or in pairs."""
+    exchanged before and come to a collective after it, each with as many exchanges as the others: as in a ring, or in pairs."""
     histories = {n: s.rank.calls for n, s in waiting.items()}
     odd = outvoted(histories, lambda call: call.is_exchange or call.call) if len(waiting) == len(at) else {}
     if len(odd) != 1:
         return ()
     ((number, last),) = odd.items()
     *before, newest = in_time(histories[number])
-    in_common = all(any(c.is_exchange for c in in_time(calls)[: len(before)]) for calls in histories.values())
-    return (number,) if newest is last and in_common else ()
+    in_rounds = any(one.is_exchange and not then.is_exchange for one, then in itertools.pairwise(before))
+    return (number,) if newest is last and in_rounds else ()
 
 
 def _partners(call: Collective) -> tuple[object, ...]:

@@ -281,6 +281,19 @@ def test_who_swaps_alone_where_all_have_swapped_before_is_out_of_step(tmp_path: 
     assert run.culprit is None, run.verdict.sentence
 
 
+def test_a_stage_with_a_role_of_its_own_is_not_out_of_step(tmp_path: Path) -> None:
+    """Rank 0 of a pipeline sends four times, the last stage receives three times: either may have counted wrong."""
+    sends = [(1, "send", 9, 1)] * 4
+    middle = [(1, "recv", 9, 0), (1, "send", 10, 2)] * 3
+    run = hung(
+        tmp_path,
+        {"calls": [("barrier", 5)], "waits": True, "line": 9, "peer": 1, "exchanged": sends},
+        {"calls": [("barrier", 5), ("barrier", 30)], "waits": True, "exchanged": middle},
+        {"calls": [("barrier", 5), ("barrier", 30)], "waits": True, "exchanged": [(1, "recv", 9, 1)] * 3},
+    )
+    assert run.culprit is None, run.verdict.sentence
+
+
 def test_a_receive_waits_for_its_sender_and_not_for_who_stands_by(tmp_path: Path) -> None:
     step: list[Call] = [("all_reduce", 5)]
     waits: dict[str, Any] = {"calls": step, "waits": True, "line": 7}
