@@ -10,6 +10,7 @@ from typing import Literal
 
 from . import wire
 from .collectives import Collective
+from .finding import ranks_said, verb
 from .frames import Frame
 from .records import Rank
 
@@ -21,7 +22,7 @@ BUSY_FROM = 0.15
 _AWAITING = re.compile(r"\.(wait|synchronize|item|tolist|cpu|numpy)\(")
 # Waits in C++ that nothing else records: for a send or receive that was begun, and for a key of the store.
 _UNRECORDED = re.compile(r"\.(wait|synchronize)\(|store\w*\.get\(")
-STORE = re.compile(r"store\w*\.(get|wait)\(")
+_STORE = re.compile(r"store\w*\.(get|wait)\(")
 _WATCHDOG = re.compile(
     r"(?:PG (?:ID|GUID) (?P<group>\d+).*?)?Watchdog caught collective operation timeout: "
     r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)"
@@ -208,3 +209,47 @@ def each(at: Mapping[int, Standing]) -> str:
 
 def at_line(standing: Standing) -> str:
     return f" at {standing.place.text}" if standing.place else ""
+
+
+def is_at_a_key(standing: Standing) -> bool:
+    """Whether this rank waits for a key of the store, and for whoever is to set it."""
+    return standing.place is not None and _STORE.search(standing.place.source) is not None
+
+
+def whom_it_waits_for(waiter: Standing) -> str:
+    if waiter.collective:
+        return f"{waiter.collective.name}{waiter.collective.from_line}"
+    return f"what rank {waiter.rank.rank} waits for{at_line(waiter)}"
+
+
+def missing_in(waiter: Standing, at: Mapping[int, Standing], at_ns: int | None) -> list[int]:
+    """The ranks that have not joined what `waiter` waits in."""
+    wanted = waiter.collective
+    if waiter.pairwise:
+        return [peer for peer in peers(waiter) if peer in at]
+    if wanted is None:
+        return [n for n, s in at.items() if s.kind != "waiting"]
+    members = wanted.ranks or tuple(at)
+    return [n for n in members if n in at and n != waiter.rank.rank and _last_joined(at[n], wanted, at_ns) < wanted.seq]
+
+
+def peers(waiter: Standing) -> tuple[int, ...]:
+    """The ranks that a wait for a send or receive may be for."""
+    look = waiter.rank.look
+    return waiter.rank.requested if look is None or look.peer is None else (look.peer,)
+
+
+def _last_joined(standing: Standing, wanted: Collective, at_ns: int | None) -> int:
+    known = [c for c in standing.rank.collectives if not (at_ns and c.at_ns > at_ns)]
+    joined = [c for c in known if (c.group, c.setup) == (wanted.group, wanted.setup)]
+    return max((c.seq for c in joined), default=0)
+
+
+def who_waits_there(waiting: Mapping[int, Standing]) -> str:
+    """`Rank 0 waits there.`, or who waits where, if not all wait in the same collective."""
+    if len({s.collective.name if s.collective else "" for s in waiting.values()}) > 1:
+        return each(waiting)
+    who = ranks_said(sorted(waiting))
+    if any(s.rank.failure for s in waiting.values()):
+        return f"{who} waited there in vain."
+    return f"{who} {verb(waiting, 'waits', 'wait')} there."

@@ -1,0 +1,203 @@
+"""Says who is at fault where every rank waits: the one that left the common way, or that has named another root.
+
+Ranks may wait for each other in different collectives, or one may wait for what is in no record, a key of the store say.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from .collectives import Collective, in_time, outvoted, strayed
+from .finding import Finding, against_most, ranks_said, verb
+from .joining import of_another_size
+from .standing import (
+    Standing,
+    at_line,
+    each,
+    instead,
+    is_at_a_key,
+    missing_in,
+    peers,
+    same_line,
+    who_waits_there,
+    whom_it_waits_for,
+)
+
+
+def of_different_roots(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Finding | None:
+    """Who has named another source or destination of a collective than the others; None where nobody is seen to have."""
+    if len(waiting) == len(at) and (roots := _roots(waiting)):
+        return _other_root(roots, waiting)
+    if misled := _towards_one_who_has_gone_on(waiting, at):
+        return _to_another_root(misled, waiting)
+    return None
+
+
+def _roots(waiting: Mapping[int, Standing]) -> dict[int, int]:
+    """The source or destination that each rank gave to the call at which they all wait; empty where they agree."""
+    roots = {n: root for n, s in waiting.items() if (root := _root(s)) is not None}
+    first = waiting[min(waiting)].place
+    at_one_line = all(same_line(s.place, first) for s in waiting.values())
+    # Of ranks that are further on, the next one may well have another root.
+    in_one = len({s.collective.key for s in waiting.values() if s.collective}) <= 1
+    return roots if at_one_line and in_one and len(set(roots.values())) > 1 else {}
+
+
+def _root(standing: Standing) -> int | None:
+    """The source or destination of the collective in which this rank waits; None where it has none, or was not seen."""
+    look, joined = standing.rank.look, standing.collective
+    if look is None or look.root is not None or look.group_root is None:
+        return look.root if look else None
+    members = joined.ranks if joined else ()
+    return members[look.group_root] if look.group_root < len(members) else None
+
+
+def _other_root(roots: Mapping[int, int], waiting: Mapping[int, Standing]) -> Finding:
+    """Ranks that wait at one line in a collective from, or to, different ranks."""
+    said = "; ".join(f"rank {n} with rank {root}" for n, root in sorted(roots.items()))
+    where = at_line(waiting[min(waiting)])
+    opening = f"The ranks call one collective with different ranks as its source or destination{where}: {said}."
+    return against_most(roots, opening, "mismatch")
+
+
+def _towards_one_who_has_gone_on(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> dict[int, int]:
+    """The ranks that wait in a collective to, or from, a root that has come through it, and that root. To none comes a gather
+    or reduce without every rank of the group; from one a broadcast or scatter may come late to some, unless another rank
+    that waits in it has named another root."""
+    found = {}
+    for number, standing in waiting.items():
+        joined, root = standing.collective, _root(standing)
+        if joined is None or root is None or root not in at:
+            continue
+        named = {_root(s) for s in waiting.values() if s.collective and s.collective.key == joined.key} - {None}
+        through = any(c.key == joined.key and c.done for c in at[root].rank.collectives)
+        if through and (joined.op in ("gather", "reduce") or len(named) > 1):
+            found[number] = root
+    return found
+
+
+def _to_another_root(roots: Mapping[int, int], waiting: Mapping[int, Standing]) -> Finding:
+    """Ranks that have joined a collective with a root that it did not have for the others."""
+    first = min(roots)
+    joined, root = whom_it_waits_for(waiting[first]), roots[first]
+    said = f"{ranks_said(sorted(roots))} joined {joined} with rank {root} as its source or destination"
+    gone_on = f"rank {root} has come through it without that, and so with another"
+    return Finding(tuple(sorted(roots)), f"{said}; {gone_on}. {each(waiting)}", "mismatch")
+
+
+def nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Finding:
+    """Every rank waits, or for whom they wait is not known."""
+    shared = {s.collective.name for s in waiting.values() if s.collective} if len(waiting) == len(at) else set()
+    # Ranks that all gave another size may have meant it: groups of their own.
+    if (asked_amiss := of_another_size(at)) and len(asked_amiss.ranks) < len(at):
+        return asked_amiss
+    if len(shared) == 1 and all(s.collective for s in waiting.values()):
+        every = f"Every rank has joined {whom_it_waits_for(waiting[min(waiting)])}, and it does not end"
+        return Finding((), f"{every}: what holds it up cannot be told from this.", "stuck")
+    if beside := _beside_the_others(waiting, at):
+        first = waiting[beside[0]]
+        rest = {n: s for n, s in waiting.items() if n not in beside}
+        joined = whom_it_waits_for(next(iter(rest.values())))
+        sentence = f"{ranks_said(beside)} never joined {joined}; {instead(first, beside)}. {who_waits_there(rest)}"
+        return Finding(beside, sentence, "never_joined")
+    if (setter := _only_one_to_set_a_key(waiting, at)) is not None:
+        for_it = {n: s for n, s in waiting.items() if n != setter}
+        wait = f"{ranks_said(sorted(for_it))} wait{at_line(next(iter(for_it.values())))} for a key of the store"
+        does = f"rank {setter}, the only one left to set it, {waiting[setter].words}{at_line(waiting[setter])}"
+        return Finding((setter,), f"{wait}; {does}.", "all_waiting")
+    said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(at.items()))
+    known = all(s.collective or peers(s) for s in waiting.values())
+    who = (
+        "All ranks wait" if len(waiting) == len(at) else ranks_said(sorted(waiting)) + verb(waiting, " waits", " wait")
+    )
+    each_other = len(waiting) == len(at) or (known and len(waiting) > 1)
+    opening = f"{who} for each other" if each_other else f"{who}, for whom cannot be told"
+    histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
+    odd_ones = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
+    odd_ones = odd_ones or _without_an_exchange(waiting) or _with_one_more(waiting, at)
+    if found := None if odd_ones else strayed(histories):
+        odd, before, after = found
+        way = f"from {before.name}{before.from_line} it came to {after.name}{after.from_line}, as nobody else ever did"
+        return Finding((odd,), f"{opening}: {said}. Rank {odd} left the common way: {way}.", "mismatch")
+    if odd_ones := odd_ones or _out_of_step(waiting, at):
+        way = "after the same calls most ranks came to another one"
+        return Finding(odd_ones, f"{opening}: {said}. {ranks_said(odd_ones)} left the common way: {way}.", "mismatch")
+    return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
+
+
+def _beside_the_others(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The few that wait for something that is in no record, a key of the store say, while all others, who are more, wait in
+    one collective for them."""
+    few = [n for n, s in sorted(waiting.items()) if s.collective is None and (not s.pairwise or is_at_a_key(s))]
+    others = [s for n, s in waiting.items() if n not in few]
+    alone = len(waiting) == len(at) and len(few) < len(others)
+    return tuple(few) if alone and all(s.collective and missing_in(s, at, None) == few for s in others) else ()
+
+
+def _only_one_to_set_a_key(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> int | None:
+    """The rank that waits in a collective while all others, who are more than one, wait for a key of the store."""
+    not_at_it = [n for n, s in waiting.items() if s.collective or not is_at_a_key(s)]
+    return not_at_it[0] if len(not_at_it) == 1 and len(waiting) == len(at) > 2 else None
+
+
+def _in_another_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The ranks that wait in another process group than most, where both are groups of all ranks."""
+    joined = {n: s.collective for n, s in waiting.items() if s.collective and set(s.collective.ranks) == set(at)}
+    if len(joined) < len(at):
+        return ()
+    group, most = Counter(c.group for c in joined.values()).most_common(1)[0]
+    return tuple(n for n, c in sorted(joined.items()) if c.group != group) if 2 * most > len(at) else ()
+
+
+def _odd_among_alike(histories: Mapping[int, Sequence[Collective]], at: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The ranks that made another call than most, after the same calls, and wait in it, where all ranks have groups of the
+    same sizes: as in a mesh, in which each runs the same program."""
+    alike = len({tuple(sorted(map(len, s.rank.groups))) for s in at.values()}) == 1
+    odd = outvoted(histories) if alike and histories else {}
+    return tuple(odd) if all(at[n].collective is collective for n, collective in odd.items()) else ()
+
+
+def _without_an_exchange(waiting: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The rank with which another waits to exchange, if it went on to its collective without the send or receive that most
+    of the others had made by then."""
+    for number, waiter in waiting.items():
+        others = {n: s.rank.calls for n, s in waiting.items() if n != number}
+        partners = peers(waiter) if waiter.pairwise else ()
+        for peer, call in outvoted(others).items() if others else ():
+            if peer in partners and call is waiting[peer].collective:
+                return (peer,)
+    return ()
+
+
+def _with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The rank that makes one more send or receive with a peer than most of the others have made with it, and for which that
+    peer waits in their next collective."""
+    for number, waiter in waiting.items():
+        for peer in peers(waiter) if waiter.pairwise else ():
+            if peer not in waiting or missing_in(waiting[peer], at, None) != [number]:
+                continue
+            odd = outvoted({n: s.rank.calls for n, s in waiting.items() if n != peer}, _partners)
+            made = in_time(waiter.rank.calls)
+            if list(odd) == [number] and odd[number] is made[-1] and _partners(made[-1]) in map(_partners, made[:-1]):
+                return (number,)
+    return ()
+
+
+def _out_of_step(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The one rank that came to a send or receive while most came to a collective, or the other way round, where all had
+    exchanged before and come to a collective after it, each with as many exchanges as the others: as in a ring, or in pairs."""
+    histories = {n: s.rank.calls for n, s in waiting.items()}
+    odd = outvoted(histories, lambda call: call.is_exchange or call.call) if len(waiting) == len(at) else {}
+    if len(odd) != 1:
+        return ()
+    ((number, last),) = odd.items()
+    *before, newest = in_time(histories[number])
+    in_rounds = any(one.is_exchange and not then.is_exchange for one, then in itertools.pairwise(before))
+    return (number,) if newest is last and in_rounds else ()
+
+
+def _partners(call: Collective) -> tuple[object, ...]:
+    """What a call does and with whom, from whatever line."""
+    return (call.op, call.ranks)
