@@ -38,8 +38,8 @@ def find_parting(ranks: Sequence[Rank]) -> Finding:
     told = {r.rank: found for r in ranks if r.failure and (found := _REFERENCE.search(r.failure.message))}
     if told:
         return _against_rank_0({rank: (found[1], found[2]) for rank, found in told.items()}, ranks)
-    if lengths := _lengths_sent_to_the_aborted(ranks):
-        return _by_length(*lengths)
+    if finding := _by_length(ranks):
+        return finding
     lines = {r.rank: where for r in ranks if (where := _failed_line(r))}
     if shared := _line_that_all_reached(lines, ranks):
         return undecided(f"The ranks met in one collective with different sizes, at {shared.text}.", "mismatch")
@@ -56,30 +56,33 @@ def find_parting(ranks: Sequence[Rank]) -> Finding:
     return undecided(opening, "mismatch")
 
 
-def _lengths_sent_to_the_aborted(ranks: Sequence[Rank]) -> tuple[int, dict[int, int]] | None:
-    """The rank that gloo aborted for a message that was too long for it, where another rank's send was so long, and by rank
-    the bytes of what it had room for and of what each sent to it last, or of that send."""
+def _by_length(ranks: Sequence[Rank]) -> Finding | None:
+    """Who differs where gloo aborted a rank for a message that was too long for it, and another rank's send was so long: the
+    lengths of what each sent to it last, or of that send, and of the room that it had. Where one rank alone has sent it
+    messages, those to whom the same rank sent as long a one, and who had room for it, tell too."""
     for aborted in ranks:
         found = _TOO_LONG.search(aborted.stderr)
         if aborted.collectives or not found:
             continue
         came, room = map(int, found.groups())
-        sends = {
-            r.rank: [c.message_bytes for c in r.calls if "send" in c.op and aborted.rank in c.ranks] for r in ranks
-        }
+        sends = {r.rank: [c.message_bytes for c in _exchanged(r, "send", aborted.rank)] for r in ranks}
         sent = {rank: came if came in lengths else lengths[-1] for rank, lengths in sends.items() if lengths}
-        if came in sent.values():
-            return aborted.rank, {aborted.rank: room, **sent}
+        if came not in sent.values():
+            continue
+        senders = [*sent] if len(sent) == 1 else []
+        received = {
+            r.rank: came for r in ranks for s in senders for c in _exchanged(r, "recv", s) if c.message_bytes == came
+        }
+        said = [f"rank {n} sent {length}" for n, length in sorted(sent.items())]
+        said += [f"rank {n} received {length}" for n, length in sorted(received.items())]
+        opening = f"Messages and room are of different lengths: rank {aborted.rank} had room for {room} bytes, "
+        return against_most({aborted.rank: room, **sent, **received}, f"{opening}{', '.join(said)}.", "mismatch")
     return None
 
 
-def _by_length(aborted: int, lengths: Mapping[int, int]) -> Finding:
-    """Ranks whose messages to one that gloo aborted, or the room that it had for them, are of different lengths."""
-    sent = ", ".join(f"rank {n} sent {length}" for n, length in sorted(lengths.items()) if n != aborted)
-    opening = (
-        f"Messages and room are of different lengths: rank {aborted} had room for {lengths[aborted]} bytes, {sent}."
-    )
-    return against_most(lengths, opening, "mismatch")
+def _exchanged(rank: Rank, op: str, peer: int) -> list[Collective]:
+    """What this rank has sent to that one, or received from it."""
+    return [c for c in rank.calls if op in c.op and c.is_exchange and peer in c.ranks]
 
 
 def _histories(ranks: Sequence[Rank]) -> dict[int, Sequence[Collective]]:

@@ -1479,6 +1479,23 @@ CASES = [
         says=("rank 0 had room for 16 bytes, rank 1 sent 16, rank 2 sent 32", "Rank 2 differs from the others"),
         needs_record=True,
     ),
+    case(
+        "one of two workers receives what is sent to it in another order",
+        """
+        head, body = torch.zeros(2), torch.zeros(40)
+        for worker in (1, 2) if rank == 0 else ():
+            dist.send(head, dst=worker)
+            dist.send(body, dst=worker)
+        for part in (body, head) if rank == 2 else (head, body) if rank == 1 else ():
+            dist.recv(part, src=0)
+        dist.all_reduce(torch.ones(1))
+        """,
+        2,
+        "collective_mismatch",
+        nproc=3,
+        says=("rank 2 had room for 8 bytes, rank 0 sent 160, rank 1 received 160", "Rank 2 differs from the others"),
+        needs_record=True,
+    ),
     hang(
         "one of two pairs of ranks wants to swap once more",
         """
