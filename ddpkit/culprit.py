@@ -202,7 +202,7 @@ def _among_own(own: Sequence[Rank], world_size: int) -> Found:
     first = by_time[0]
     if len(own) == 1:
         return first.rank, f"Rank {first.rank} {_did(first)}.", "own"
-    if len({_likeness(r) for r in own}) == 1:
+    if any(len(set(map(likeness, own))) == 1 for likeness in (_line_and_type, _words_of_a_library)):
         # The lowest rank speaks for all: whose text is quoted must not depend on a race.
         numbers = tuple(sorted(r.rank for r in own))
         did = _did_alike(sorted(own, key=lambda r: r.rank))
@@ -303,12 +303,20 @@ def _failed_at(rank: Rank) -> int:
     return rank.failure.at_ns if rank.failure else rank.ended_ns or 0
 
 
-def _likeness(rank: Rank) -> tuple[object, ...]:
-    """Two ranks fail alike when the same exception comes from the same line; the rank's own number in the text aside."""
+def _line_and_type(rank: Rank) -> tuple[object, ...]:
+    """What is the same for ranks that the same exception came to in the same line; the rank's own number in the text aside."""
     if rank.failure is None:
         return ("exit", rank.exitcode)
     where = rank.failure.where
     return (rank.failure.type, (where.file, where.line) if where else None)
+
+
+def _words_of_a_library(rank: Rank) -> tuple[object, ...]:
+    """What is the same for ranks that the same line of a library raised the same words to, from whichever of their own."""
+    failure = rank.failure
+    if failure is None or not failure.frames or failure.frames[-1].own:
+        return (rank.rank,)
+    return (failure.text, failure.frames[-1].file, failure.frames[-1].line)
 
 
 def _did(rank: Rank) -> str:

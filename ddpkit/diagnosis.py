@@ -248,7 +248,7 @@ def _by_signal(suspects: Sequence[Rank]) -> list[_Match]:
         if rank.signal and not rank.told
         for each in pages()
         for signature in each.signatures
-        if signature.signal == rank.signal
+        if signature.signal == rank.signal.partition("+")[0]
     ]
 
 

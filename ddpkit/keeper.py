@@ -185,7 +185,10 @@ class Keeper:
 
 
 def signal_name(number: int) -> str:
-    """The name of signal `number`, such as "SIGKILL"; "signal 35" for one without a name."""
+    """The name of signal `number`, such as "SIGKILL"; a real-time signal as `kill -l` says it, "SIGRTMIN+1"; "signal 33" for
+    one without a name."""
+    if number > signal.SIGRTMIN:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
     try:
         return signal.Signals(number).name
     except ValueError:

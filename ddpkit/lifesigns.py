@@ -20,17 +20,20 @@ from .records import Rank
 # A rank that prints or reports is never asked for its collectives.
 ASK_AFTER_S = 0.4
 LATELY_S = 1.5
+# What a logger writes beside is less than that.
+MUCH_DATA_BYTES = 256 * 1024
 
 
 @dataclass
 class Heard:
-    """One rank's last sign of progress, on the monotonic clock; `used` has when its process had used how much CPU, lately."""
+    """One rank's last sign of progress, on the monotonic clock; `used` has when its process had used how many seconds of CPU
+    and moved how many bytes from and to the disk, lately."""
 
     at: float
     signs: object = None
     collectives: object = None
     asked: float = 0.0
-    used: deque[tuple[float, float]] = field(default_factory=deque)
+    used: deque[tuple[float, float, int]] = field(default_factory=deque)
 
 
 class Progress:
@@ -61,7 +64,7 @@ class Progress:
             if signs != heard.signs or (heard.collectives is not None and collectives != heard.collectives):
                 heard.at = now
             heard.signs, heard.collectives = signs, collectives
-            heard.used.append((now, _cpu_s(rank.pid)))
+            heard.used.append((now, _cpu_s(rank.pid), _disk_bytes(rank.pid)))
             # A look at ranks that do not answer takes longer than that: two points are kept, or nothing could be said.
             while len(heard.used) > 2 and now - heard.used[0][0] > LATELY_S:
                 heard.used.popleft()
@@ -78,8 +81,13 @@ class Progress:
         used = self._of(rank.attempt, rank.rank).used
         if len(used) < 2:
             return 0.0
-        (began, before_s), (now, now_s) = used[0], used[-1]
+        (began, before_s, _), (now, now_s, _) = used[0], used[-1]
         return max(0.0, now_s - before_s) / (now - began)
+
+    def moves_data(self, rank: Rank) -> bool:
+        """Whether this rank has read much from the disk lately, as in the first import of a package, or written much to it."""
+        used = self._of(rank.attempt, rank.rank).used
+        return len(used) > 1 and used[-1][2] - used[0][2] >= MUCH_DATA_BYTES
 
     def children_busy(self, rank: Rank) -> float:
         """The share of one core that this rank's child processes, its loader's workers, have used since the last such
@@ -127,6 +135,14 @@ def _cpu_s(pid: int) -> float:
         used = psutil.Process(pid).cpu_times()
         return used.user + used.system
     return 0.0
+
+
+def _disk_bytes(pid: int) -> int:
+    # Not every platform counts them.
+    with contextlib.suppress(psutil.Error, AttributeError):
+        moved = psutil.Process(pid).io_counters()
+        return int(moved.read_bytes + moved.write_bytes)
+    return 0
 
 
 def _size(path: Path) -> int:

@@ -445,6 +445,7 @@ REAL = [
     ("unhandled_signal", Said(signal="SIGTERM")),
     ("ended_from_outside", Said(signal="SIGINT")),
     ("unhandled_signal", Said(signal="SIGHUP")),
+    ("unhandled_signal", Said(signal="SIGRTMIN+1")),
 ]
 
 # What a victim says; by the page that a verdict without a culprit leads to.
@@ -682,7 +683,7 @@ def test_where_nothing_fits_it_is_unknown_and_says_what_to_collect(tmp_path: Pat
     assert agent is not None and "run.torchrun_log" in agent.collect
     odd = tmp_path / "odd"
     write_run(odd)
-    write_said(odd, 1, Said(signal="SIGSTKFLT"))
+    write_said(odd, 1, Said(signal="signal 33"))
     killed = diagnose(read(odd), verdict(1, "own", r1="culprit"))
     assert killed is not None and killed.name == "unknown"
 

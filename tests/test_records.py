@@ -122,6 +122,18 @@ def test_of_three_ranks_two_that_fail_alike_are_both_named(tmp_path: Path) -> No
     assert "Ranks 1 and 2 alike raised ValueError: boom" in str(run)
 
 
+@pytest.mark.parametrize(("other", "culprit"), [("no such op", "every rank"), ("another", 0)])
+def test_the_same_words_of_a_library_are_alike_from_whichever_line(other: str, culprit: object, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    library = {"file": "lib.py", "line": 9, "function": "check", "source": "raise ValueError", "own": False}
+    for rank, message in enumerate(("no such op", other)):
+        where = {"file": "t.py", "line": 3 + rank, "function": "f", "source": "x()", "own": True}
+        at_ns = 10**9 + rank * 5_000_000
+        failure = {"message": message, "where": where, "frames": [where, library], "at_ns": at_ns}
+        write_rank(tmp_path, rank, failure)
+    assert Run.from_folder(tmp_path).culprit == culprit
+
+
 def test_an_error_raised_from_a_lost_peer_is_a_consequence(tmp_path: Path) -> None:
     write_run(tmp_path)
     chain = [{"type": "RuntimeError", "message": PEER_LOST.format(port=1)}]

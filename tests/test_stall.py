@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import wait_for, wait_for_line
 from matrix import INIT, PREAMBLE, RECORDS
@@ -64,6 +65,25 @@ class Slow(torch.utils.data.Dataset):
 for x in torch.utils.data.DataLoader(Slow(), num_workers=1):
     dist.all_reduce(x)
 """
+    run = begun(script(PREAMBLE + INIT + text), wait=True, stop_on_stall=True)
+    assert (run.state, run.culprit) == ("passed", None), str(run)
+
+
+def test_a_job_is_not_ended_while_a_rank_writes_much_to_a_slow_disk(script: Callable[..., str], tmp_path: Path) -> None:
+    text = """
+if rank == 1:
+    with open("checkpoint.pt", "wb") as file:
+        for _ in range(20):
+            file.write(os.urandom(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+            time.sleep(0.2)
+dist.barrier()
+"""
+    written = psutil.Process().io_counters().write_bytes
+    (tmp_path / "probe").write_bytes(bytes(1 << 20))
+    if psutil.Process().io_counters().write_bytes - written < 1 << 20:
+        pytest.skip("the system does not count what is written to this file system")
     run = begun(script(PREAMBLE + INIT + text), wait=True, stop_on_stall=True)
     assert (run.state, run.culprit) == ("passed", None), str(run)
 
