@@ -45,6 +45,7 @@ _GAVE_UP = re.compile(
     r"|Watchdog caught collective operation timeout"
     r"|wait timeout after \d+ms, keys"
     r"|RuntimeError: Wait timeout$"  # of a store in a file
+    r"|DistStoreError: Socket Timeout$"  # of torch 2.4
     r"|client socket has timed out"
     r"|waiting for clients\. \d+/\d+ clients joined"
     r"|failed to pass monitoredBarrier"

@@ -146,7 +146,9 @@ def _message_bytes(collective: Collective, ranks: int) -> int:
     all-reduce and a reduce into two segments or more for each rank of the group, an all-to-all and a scatter into one, and an
     all-gather's part into two (gloo/allreduce.cc, gloo/reduce.cc, gloo/alltoall.cc, gloo/scatter.cc, gloo/allgather.cc)."""
     item = max((_BYTES.get(dtype, 0) for dtype in collective.dtypes), default=0)
-    total = item * math.prod(collective.sizes[0]) if collective.sizes else 0
+    # A coalesced all-reduce is one of all its tensors.
+    counted = collective.sizes if collective.op == "all_reduce" else collective.sizes[:1]
+    total = item * sum(map(math.prod, counted))
     if collective.op == "all_gather":
         # The one that is cut in bytes.
         return total // 2

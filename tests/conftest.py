@@ -7,6 +7,7 @@ import socket
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ import pytest
 
 import ddpkit
 from ddpkit import wire
+
+TORCH = tuple(map(int, metadata.version("torch").split(".")[:2]))
+# An older torch records no collectives of gloo: then stacks alone tell, without numbers.
+RECORDS = TORCH >= (2, 13)
+needs_record = pytest.mark.skipif(not RECORDS, reason="this torch records no collectives of gloo")
+has_fully_shard = pytest.mark.skipif(TORCH < (2, 6), reason="this torch has no fully_shard")
 
 # Rank 0 hangs in a collective that rank 1 never joins.
 BLOCKED = """

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
-import pytest
+from conftest import RECORDS
 
 import ddpkit
 
@@ -28,16 +27,14 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=2))
 for _ in range(3):
     dist.all_reduce(torch.ones(4))
 """
-# An older torch records no collectives of gloo: then stacks alone tell, without numbers.
-RECORDS = tuple(map(int, metadata.version("torch").split(".")[:2])) >= (2, 13)
-needs_record = pytest.mark.skipif(not RECORDS, reason="this torch records no collectives of gloo")
 HANGS: dict[str, Any] = {"stall": 2, "stop_on_stall": True}
 
 
 @dataclass(frozen=True)
 class Case:
     """A script, how it is launched, and the truth: `culprit` as `run.culprit` gives it, `diagnosis` a page of the catalog,
-    `says` words that the verdict's sentence must hold, `needs_record` whether only collectives can tell."""
+    `says` words that the verdict's sentence must hold, `since_2_13` whether an older torch, which
+    records no collectives of gloo, tells less or does otherwise."""
 
     name: str
     script: str
@@ -47,7 +44,7 @@ class Case:
     nproc: int = 2
     says: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
-    needs_record: bool = False
+    since_2_13: bool = False
 
     @property
     def text(self) -> str:
@@ -129,7 +126,7 @@ CASES = [
         """,
         None,
         "collective_mismatch",
-        needs_record=True,
+        since_2_13=True,
         says=("collective #4", "rank 0 joined all_reduce", "rank 1 joined broadcast"),
     ),
     hang(
@@ -144,7 +141,7 @@ CASES = [
         1,
         "collective_mismatch",
         nproc=3,
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 1 left the common way", "the other ranks agree"),
     ),
     hang(
@@ -160,7 +157,7 @@ CASES = [
         3,
         "collective_mismatch",
         nproc=4,
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 3 left the common way", "as nobody else ever did"),
     ),
     hang(
@@ -177,7 +174,7 @@ CASES = [
         3,
         "skipped_collective",
         nproc=4,
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 3 never joined all_reduce #4 of group", "rank 2 waits in all_reduce #4"),
     ),
     hang(
@@ -201,7 +198,7 @@ CASES = [
         """,
         1,
         "collective_mismatch",
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 1 left the common way",),
     ),
     hang(
@@ -288,6 +285,7 @@ CASES = [
         "wrong_address",
         init="",
         says=("Every rank asked for the store at localhost:12355",),
+        since_2_13=True,
     ),
     hang(
         "a rank does not come to a new process group",
@@ -299,7 +297,7 @@ CASES = [
         2,
         "collective_mismatch",
         nproc=4,
-        needs_record=True,
+        since_2_13=True,
         says=("A new process group takes every rank, and rank 2 waits in barrier #4", "Rank 2 differs"),
     ),
     case(
@@ -313,7 +311,7 @@ CASES = [
         2,
         "collective_mismatch",
         nproc=3,
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 2 never came to the monitored barrier", "it waits in all_reduce #"),
     ),
     case(
@@ -328,7 +326,7 @@ CASES = [
         2,
         "skipped_collective",
         nproc=4,
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 2 never came to the monitored barrier", "time.sleep(3600)"),
     ),
     hang(
@@ -343,7 +341,7 @@ CASES = [
         "missing_rank_at_init",
         nproc=3,
         init="",
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "a rank goes on to its second process group, and the others are still in the first",
@@ -359,7 +357,7 @@ CASES = [
         1,
         "skipped_collective",
         nproc=3,
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 1 never joined all_reduce #7", "it waits for the others to join at line"),
     ),
     hang(
@@ -422,7 +420,7 @@ CASES = [
         1,
         "straggler",
         init=IMPATIENT,
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 1 came too late to all_reduce #4",),
     ),
     case(
@@ -443,7 +441,7 @@ CASES = [
         1,
         "collective_mismatch",
         nproc=3,
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 1 left the common way at collective #4", "the other ranks agree"),
     ),
     case(
@@ -455,7 +453,7 @@ CASES = [
         0,
         "collective_mismatch",
         nproc=5,
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 0 left the common way at collective #4", "rank 4 joined all_reduce of [80] Float"),
         options=HANGS,
     ),
@@ -469,7 +467,7 @@ CASES = [
         """,
         1,
         "collective_mismatch",
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 1 left the common way at collective #8", "in earlier steps every rank did otherwise"),
     ),
     case(
@@ -527,7 +525,7 @@ CASES = [
         3,
         "collective_mismatch",
         nproc=4,
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 3 left the common way", "in earlier steps every rank did otherwise"),
     ),
     case(
@@ -788,7 +786,7 @@ CASES = [
         "skipped_collective",
         nproc=3,
         says=("Rank 1 never joined what rank 0 waits for", "it sits at"),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "the middle stage of a pipeline of isend and irecv sleeps",
@@ -805,7 +803,7 @@ CASES = [
         1,
         "skipped_collective",
         nproc=4,
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 1 never joined what rank 0 waits for", "time.sleep(3600)"),
     ),
     hang(
@@ -822,7 +820,7 @@ CASES = [
         2,
         "skipped_collective",
         nproc=4,
-        needs_record=True,
+        since_2_13=True,
         says=("Rank 2 never joined what rank", "time.sleep(3600)"),
     ),
     hang(
@@ -844,7 +842,7 @@ CASES = [
         "skipped_collective",
         nproc=3,
         says=("Rank 1 never joined barrier #5", "it waits in all_reduce #4, which is over for the others"),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "a rank has nothing to send and goes on",
@@ -860,7 +858,7 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("rank 0 waits at", "Rank 2 left the common way", "most ranks came to another one"),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "a stage hands one batch less on",
@@ -881,7 +879,7 @@ CASES = [
         "collective_mismatch",
         nproc=3,
         says=("Rank 1 left the common way: from recv with rank 0", "it came to barrier #9"),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "one receive too many",
@@ -900,7 +898,7 @@ CASES = [
         "collective_mismatch",
         nproc=3,
         says=("Rank 0 left the common way: from recv with rank 2", "it came to recv with rank 1"),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "two receive from each other, a third stands by",
@@ -987,7 +985,7 @@ CASES = [
         1,
         "skipped_collective",
         says=("Rank 1 never joined all_reduce #4",),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "a first evaluation that one rank does not come to",
@@ -1004,7 +1002,7 @@ CASES = [
         None,
         "collective_mismatch",
         says=("Which of them is wrong cannot be told",),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "an error that was dealt with stands on stderr",
@@ -1034,7 +1032,7 @@ CASES = [
         "skipped_collective",
         state="timed_out",
         options={"timeout": 10},
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "slow steps, and the limit is reached",
@@ -1048,7 +1046,7 @@ CASES = [
         "time_limit",
         state="timed_out",
         options={"timeout": 10, "stall": 20},
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "an exception, and then a barrier in finally",
@@ -1100,7 +1098,7 @@ CASES = [
         "collective_mismatch",
         nproc=3,
         says=("Rank 2 left the common way", "the other ranks agree"),
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "two of four leave the loop early",
@@ -1114,7 +1112,7 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("Ranks 2 and 3 left the common way", "the loop that is left there goes on elsewhere"),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "a rank gives another's number",
@@ -1126,6 +1124,7 @@ CASES = [
         "missing_rank_at_init",
         init="",
         says=("Rank 1 asked to join as rank 0",),
+        since_2_13=True,
     ),
     case(
         "two of four agree on something, and two may be an epoch ahead",
@@ -1142,7 +1141,7 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("The ranks part at", "Which of them is wrong cannot be told"),
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "one rank of a mesh has a collective too many, which the other column tells",
@@ -1159,7 +1158,7 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("Rank 0 left the common way", "most ranks of the job did as rank 2"),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "one rank of a mesh sums over its row before the world",
@@ -1175,7 +1174,7 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("All ranks wait for each other", "Rank 1 left the common way"),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "each rank has a port of its own for the store",
@@ -1254,7 +1253,7 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("Rank 0 left the common way at collective #4", "rank 2 joined all_gather of [15] Float"),
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "one of three makes its buckets smaller",
@@ -1269,7 +1268,7 @@ CASES = [
         "collective_mismatch",
         nproc=3,
         says=("Rank 1 left the common way at collective #",),
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "one of four reduces half as much as the others",
@@ -1281,7 +1280,18 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("Rank 2 left the common way at collective #4", "rank 1 joined reduce of [80] Float"),
-        needs_record=True,
+        since_2_13=True,
+    ),
+    case(
+        "one of three has fewer tensors in a coalesced all-reduce",
+        """
+        dist.all_reduce_coalesced([torch.ones(n) for n in ((32,) if rank == 1 else (16, 32))])
+        """,
+        1,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 1 left the common way at collective #4",),
+        since_2_13=True,
     ),
     case(
         "one of four exchanges twice as much as the others",
@@ -1294,7 +1304,7 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("Rank 1 left the common way at collective #4",),
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "one of three has less room for what is scattered",
@@ -1307,7 +1317,7 @@ CASES = [
         "collective_mismatch",
         nproc=3,
         says=("Rank 2 left the common way at collective #4", "rank 2 joined scatter in messages of 64 bytes"),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "a rank sends its part of a gather to another destination",
@@ -1320,7 +1330,7 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("Rank 3 joined gather #4", "with rank 1 as its source or destination; rank 1 has come"),
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "one of three broadcasts more than the others and has gone on",
@@ -1333,7 +1343,7 @@ CASES = [
         "collective_mismatch",
         nproc=3,
         says=("Rank 2 left the common way at collective #5", "rank 2 joined broadcast of [12] Float"),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "one of three waits for a key that nobody sets",
@@ -1348,7 +1358,7 @@ CASES = [
         "skipped_collective",
         nproc=3,
         says=("Rank 2 never joined barrier #4", "it waits at line 14: classes = store.get("),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "a client sends two messages where the others send one",
@@ -1364,7 +1374,7 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("Rank 2 left the common way: after the same calls most ranks came to another one",),
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "the rank that holds a store of its own leaves before the others are done with it",
@@ -1393,7 +1403,7 @@ CASES = [
         "skipped_collective",
         nproc=3,
         says=("Rank 1 never joined all_reduce #4",),
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "a task of a task group fails on one rank",
@@ -1428,7 +1438,7 @@ CASES = [
         "everyone_waits",
         nproc=3,
         says=("Ranks 0 and 2 wait at line 13: store.wait", "rank 1, the only one left to set it, waits in barrier #4"),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "one of a group broadcasts from another source of it",
@@ -1443,7 +1453,7 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("Rank 3 joined broadcast #1 of group", "with rank 2 as its source or destination"),
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "a rank ends the process group that it is in itself",
@@ -1462,7 +1472,7 @@ CASES = [
         "collective_mismatch",
         nproc=3,
         says=("Rank 2 left the common way",),
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "one of three sends numbers of twice the length",
@@ -1477,7 +1487,7 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("rank 0 had room for 16 bytes, rank 1 sent 16, rank 2 sent 32", "Rank 2 differs from the others"),
-        needs_record=True,
+        since_2_13=True,
     ),
     case(
         "one of two workers receives what is sent to it in another order",
@@ -1494,7 +1504,7 @@ CASES = [
         "collective_mismatch",
         nproc=3,
         says=("rank 2 had room for 8 bytes, rank 0 sent 160, rank 1 received 160", "Rank 2 differs from the others"),
-        needs_record=True,
+        since_2_13=True,
     ),
     hang(
         "one of two pairs of ranks wants to swap once more",
@@ -1510,6 +1520,6 @@ CASES = [
         "collective_mismatch",
         nproc=4,
         says=("Rank 1 left the common way",),
-        needs_record=True,
+        since_2_13=True,
     ),
 ]

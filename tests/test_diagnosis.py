@@ -84,9 +84,9 @@ SPAWN = (
     "Process. This might be because the worker Process arguments are not picklable.\n"
 )
 OLD_SPAWN = (
-    'Traceback (most recent call last):\n  File "/site-packages/torch/utils/data/dataloader.py", line 447, in _get_iterator\n'
-    "    return _MultiProcessingDataLoaderIter(self)\n"
-    "AttributeError: Can't pickle local object 'DS.__init__.<locals>.<lambda>'\n"
+    '[rank1]:   File "/site-packages/torch/utils/data/dataloader.py", line 388, in _get_iterator\n'
+    "[rank1]:     return _MultiProcessingDataLoaderIter(self)\n"
+    "[rank1]: AttributeError: Can't pickle local object 'DS.__init__.<locals>.<lambda>'\n"
 )
 WEIGHTS = (
     "Weights only load failed. This file can still be loaded, to do so you have two options, do those steps only if you "

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import BLOCKED, wait_for
-from matrix import needs_record
+from conftest import BLOCKED, needs_record, wait_for
 
 import ddpkit
 from ddpkit import folders, target, wire

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import wait_for, wait_for_line
-from matrix import INIT, PREAMBLE, RECORDS
+from conftest import RECORDS, wait_for, wait_for_line
+from matrix import INIT, PREAMBLE
 
 import ddpkit
 from ddpkit import wire

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from conftest import has_fully_shard
 
 import ddpkit
 from ddpkit import steps, wire
@@ -64,6 +65,7 @@ def test_replicas_are_equal_and_as_in_one_process(script: Callable[..., str], ma
     assert steps.step_time(both) is not None
 
 
+@has_fully_shard
 def test_the_parts_of_a_sharded_model_are_put_together(script: Callable[..., str]) -> None:
     sharded = script(
         f"{SETUP}\nfrom torch.distributed.fsdp import fully_shard\nnet = nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 3))\n"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from matrix import needs_record
+from conftest import needs_record
 from test_evidence import TOLD, found, hung_run
 from test_records import recorded_run, write_rank, write_run
 
