@@ -130,7 +130,7 @@ def _standing_row(rank: Rank, standing: Standing, at_fault: bool) -> Row:
         silent_s = (look.at_ns - shown.at_ns) / 1e9
     return Row(
         rank.rank,
-        _STATES[standing.kind],
+        "waits for the disk" if standing.at_disk else _STATES[standing.kind],
         tone="fault" if at_fault else "waiting" if standing.kind in ("waiting", "joining") else "",
         where=standing.place.text if standing.place else "",
         collective=collective,

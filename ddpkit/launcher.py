@@ -57,7 +57,7 @@ def launch(
         timeout: seconds after which the job is ended, with every rank's stack in the run; None lets it run.
         stall: seconds without output, report or new collective after which the ranks' stacks are gathered and shown.
         stop_on_stall: end the job at the first stall (state "hung"); after five times as long where a rank still computes,
-            or has failed and is on its way out.
+            is at the disk, or has failed and is on its way out.
         warm: fork the job from a process that has torch imported already; False starts every process anew. `run.warm` tells.
         wait: False returns at once with a live `Run` (`.wait()`, `.stop()`).
         check: raise `JobFailed` unless the job passes.

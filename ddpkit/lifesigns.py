@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -24,16 +25,25 @@ LATELY_S = 1.5
 MUCH_DATA_BYTES = 256 * 1024
 
 
+class Used(NamedTuple):
+    """What a process has used by the time `at`, on the monotonic clock: CPU, bytes from and to the disk; and whether it
+    waited for the disk just then, which no wait for a peer does."""
+
+    at: float
+    cpu_s: float
+    disk_bytes: int
+    waits_for_disk: bool
+
+
 @dataclass
 class Heard:
-    """One rank's last sign of progress, on the monotonic clock; `used` has when its process had used how many seconds of CPU
-    and moved how many bytes from and to the disk, lately."""
+    """One rank's last sign of progress, on the monotonic clock; `used` has what its process had used when, lately."""
 
     at: float
     signs: object = None
     collectives: object = None
     asked: float = 0.0
-    used: deque[tuple[float, float, int]] = field(default_factory=deque)
+    used: deque[Used] = field(default_factory=deque)
 
 
 class Progress:
@@ -64,9 +74,9 @@ class Progress:
             if signs != heard.signs or (heard.collectives is not None and collectives != heard.collectives):
                 heard.at = now
             heard.signs, heard.collectives = signs, collectives
-            heard.used.append((now, _cpu_s(rank.pid), _disk_bytes(rank.pid)))
+            heard.used.append(Used(now, _cpu_s(rank.pid), *_at_the_disk(rank.pid)))
             # A look at ranks that do not answer takes longer than that: two points are kept, or nothing could be said.
-            while len(heard.used) > 2 and now - heard.used[0][0] > LATELY_S:
+            while len(heard.used) > 2 and now - heard.used[0].at > LATELY_S:
                 heard.used.popleft()
             if now - max(heard.at, heard.asked) > ASK_AFTER_S:
                 heard.asked = now
@@ -81,13 +91,13 @@ class Progress:
         used = self._of(rank.attempt, rank.rank).used
         if len(used) < 2:
             return 0.0
-        (began, before_s, _), (now, now_s, _) = used[0], used[-1]
-        return max(0.0, now_s - before_s) / (now - began)
+        return max(0.0, used[-1].cpu_s - used[0].cpu_s) / (used[-1].at - used[0].at)
 
-    def moves_data(self, rank: Rank) -> bool:
-        """Whether this rank has read much from the disk lately, as in the first import of a package, or written much to it."""
+    def at_the_disk(self, rank: Rank) -> bool:
+        """Whether this rank has waited for the disk lately, as in the first import of a package, or moved much from or to it."""
         used = self._of(rank.attempt, rank.rank).used
-        return len(used) > 1 and used[-1][2] - used[0][2] >= MUCH_DATA_BYTES
+        moved = used[-1].disk_bytes - used[0].disk_bytes if used else 0
+        return moved >= MUCH_DATA_BYTES or any(point.waits_for_disk for point in used)
 
     def children_busy(self, rank: Rank) -> float:
         """The share of one core that this rank's child processes, its loader's workers, have used since the last such
@@ -137,12 +147,15 @@ def _cpu_s(pid: int) -> float:
     return 0.0
 
 
-def _disk_bytes(pid: int) -> int:
-    # Not every platform counts them.
+def _at_the_disk(pid: int) -> tuple[int, bool]:
+    """The bytes that a process has moved from and to the disk, where the platform counts them, and whether it waits there."""
+    moved, waits = 0, False
     with contextlib.suppress(psutil.Error, AttributeError):
-        moved = psutil.Process(pid).io_counters()
-        return int(moved.read_bytes + moved.write_bytes)
-    return 0
+        process = psutil.Process(pid)
+        waits = process.status() == psutil.STATUS_DISK_SLEEP
+        counted = process.io_counters()
+        moved = counted.read_bytes + counted.write_bytes
+    return moved, waits
 
 
 def _size(path: Path) -> int:

@@ -52,6 +52,11 @@ class Standing:
     pairwise: bool = False
 
     @property
+    def at_disk(self) -> bool:
+        """Whether it waits for a disk or a network file system: the system's word for a process that cannot be interrupted."""
+        return self.kind == "idle" and self.rank.look is not None and self.rank.look.state == "disk-sleep"
+
+    @property
     def words(self) -> str:
         """`waits in all_reduce #9`, `idle at line 40: time.sleep(60)`."""
         at = f" at {self.place.text}" if self.place else ""
@@ -64,7 +69,7 @@ class Standing:
             "joining": f"waits for the others to join{at}",
             "loading": f"waits for its DataLoader worker{at}",
             "busy": f"computes{at}",
-            "idle": f"sits{at}" if at else _without_a_line(self.rank),
+            "idle": f"waits for the disk{at}" if self.at_disk else f"sits{at}" if at else _without_a_line(self.rank),
         }
         return said.get(self.kind, "is somewhere unknown")
 

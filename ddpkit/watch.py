@@ -196,7 +196,7 @@ class Watcher:
 
     def _may_still_come(self, ranks: Sequence[Rank], silent_s: float) -> bool:
         """Whether whoever holds the job up computes, as a rank does that imports torch on a busy machine, or a child of it, or
-        moves data from or to a slow disk; whether torch has still to notice that a loader's worker has died; or whether a rank
+        is at a slow disk; whether torch has still to notice that a loader's worker has died; or whether a rank
         has failed and is on its way out, which takes torch 5 s for each worker that does not answer."""
         found, stall_s = self._finding, self.limits.stall_s or 0
         if found is None or silent_s > BUSY_PATIENCE * stall_s:
@@ -205,7 +205,7 @@ class Watcher:
             return True
         held_by = [rank for rank in ranks if rank.rank in found.ranks or not found.ranks]
         living = [rank for rank in held_by if rank.exitcode is None and rank.pid]
-        if any(self._progress.moves_data(rank) for rank in living):
+        if any(self._progress.at_the_disk(rank) for rank in living):
             return True
         busy = (max(self._progress.busy(rank), self._progress.children_busy(rank)) for rank in living)
         return any(share >= BUSY_FROM for share in busy)

@@ -41,6 +41,7 @@ LOOKED_AT: dict[str, dict[str, Any]] = {
     "makes a store": {"calls": STEP, "waits": False, "line": 9, "source": "TCPStore('h', 1)"},
     "sleeps": {"calls": STEP, "waits": False, "line": 9, "source": "time.sleep(9)"},
     "computes": {"calls": STEP, "waits": False, "line": 9, "busy": 1.0, "state": "running"},
+    "waits for the disk": {"calls": STEP, "waits": False, "line": 9, "state": "disk-sleep"},
     "is stopped": {"calls": STEP, "waits": False, "line": 9, "state": "stopped"},
 }
 JOINING: dict[str, dict[str, Any]] = {

@@ -88,6 +88,23 @@ dist.barrier()
     assert (run.state, run.culprit) == ("passed", None), str(run)
 
 
+def test_a_job_is_not_ended_while_a_rank_waits_for_the_disk(script: Callable[..., str], home: Path) -> None:
+    """Or for what cannot be interrupted either, and the system has the same word for: a child that does not come to its start."""
+    text = """
+if rank == 1:
+    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, "slow", os.O_RDONLY, 0)])
+dist.barrier()
+"""
+    os.mkfifo(home / "slow")
+    run = begun(script(PREAMBLE + INIT + text), stop_on_stall=True)
+    wait_for(lambda: looked_at(run), 60)
+    look = run.ranks[1].look
+    os.close(os.open(home / "slow", os.O_RDWR))
+    run.wait()
+    assert look is not None and look.state == "disk-sleep"
+    assert (run.state, run.culprit) == ("passed", None), str(run)
+
+
 def test_a_job_is_not_ended_while_one_child_after_another_computes(script: Callable[..., str]) -> None:
     """As a compiler does: each of its programs is new, and ends before it has used much."""
     text = """

@@ -142,6 +142,17 @@ def test_a_wait_for_a_rank_that_waits_itself_ends_at_the_one_that_does_not(tmp_p
     assert (run.culprit, run.verdict.kind) == (2, "stopped_process")
 
 
+def test_who_waits_for_the_disk_does_not_just_sit(tmp_path: Path) -> None:
+    step: list[Call] = [("all_reduce", 7)]
+    run = hung(
+        tmp_path,
+        {"calls": step * 2, "waits": True},
+        {"calls": step, "waits": False, "line": 9, "state": "disk-sleep"},
+    )
+    assert run.culprit == 1 and "it waits for the disk at line 9" in run.verdict.sentence
+    assert "rank 1: waits for the disk" in str(run)
+
+
 def test_two_ranks_in_different_collectives_blame_nobody(tmp_path: Path) -> None:
     run = hung(tmp_path, {"calls": [("all_reduce", 5)], "waits": True}, {"calls": [("broadcast", 7)], "waits": True})
     assert (run.culprit, run.verdict.kind) == (None, "mismatch")
