@@ -443,7 +443,7 @@ REAL = [
     ("bus_error", Said(signal="SIGBUS")),
     ("aborted", Said(signal="SIGABRT")),
     ("unhandled_signal", Said(signal="SIGTERM")),
-    ("ended_from_outside", Said(signal="SIGINT")),
+    ("unhandled_signal", Said(signal="SIGINT")),
     ("unhandled_signal", Said(signal="SIGHUP")),
     ("unhandled_signal", Said(signal="SIGRTMIN+1")),
 ]
