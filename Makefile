@@ -56,7 +56,7 @@ soak: $(INSTALLED) ## hundreds of launches, every fault at random moments
 	$(INSIDE) $(BIN)/pytest -m soak
 
 test-oldest: $(OLDEST)/.installed ## the tests with the oldest torch that is supported (its own environment, up to 5 GB)
-	PATH="$(abspath $(OLDEST))/bin:$$PATH" $(OLDEST)/bin/pytest -m "not browser and not soak and not labs"
+	PATH="$(abspath $(OLDEST))/bin:$$PATH" $(OLDEST)/bin/pytest $(ABREAST) -m "not browser and not soak and not labs"
 
 notebooks: $(INSTALLED) ## run every notebook and solution, and store their outputs in place
 	$(INSIDE) $(BIN)/python tools/store_outputs.py

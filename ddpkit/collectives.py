@@ -242,7 +242,7 @@ def strayed(histories: Histories) -> tuple[int, Collective, Collective] | None:
     across groups: the rank, the call before and the one it came to. None where no rank, or more than one, did so.
 
     Who sends comes to the first send alone. With sends and receives only a rank's last step counts, and if that of every
-    other rank was one that it had made before.
+    other rank was one that it had made before. A first send from a line may be what its peer has not come to receive.
     """
     steps = [(rank, *pair) for rank, history in histories.items() for pair in itertools.pairwise(in_time(history))]
     made = Counter((before.call, after.call) for _rank, before, after in steps)
@@ -255,6 +255,8 @@ def strayed(histories: Histories) -> tuple[int, Collective, Collective] | None:
         last = {rank: (rank, before, after) for rank, before, after in steps}
         new = [rank for rank, b, a in last.values() if made_by[rank, b.call, a.call] == 1]
         once = [step for step in once if step == last[step[0]] and new == [step[0]]]
+        known = {before.call for _rank, before, _after in steps}
+        once = [(r, b, a) for r, b, a in once if a.call in known or not (a.is_exchange and "send" in a.op)]
     return once[0] if len(once) == 1 else None
 
 

@@ -274,6 +274,22 @@ def test_a_receive_more_than_in_the_turns_before_is_one_too_many(tmp_path: Path)
     assert "from recv with rank 1 (line 3: x3()) it came to recv with rank 1 (line 20" in run.verdict.sentence
 
 
+def test_a_send_that_is_new_may_be_what_its_peer_has_left_out(tmp_path: Path) -> None:
+    turns = range(4)
+    student = [each for turn in turns for each in ((0, "send", 3, 1), (0, "recv", 4, 1))]
+    teacher = [each for turn in turns for each in ((0, "recv", 6, 0), (0, "send", 7, 0))]
+    sends = {
+        "calls": [],
+        "waits": True,
+        "line": 20,
+        "peer": 1,
+        "exchanged": [*student, (0, "send", 20, 1)],
+    }
+    receives = {"calls": [], "waits": True, "line": 6, "peer": 0, "exchanged": [*teacher, (0, "recv", 6, 0)]}
+    run = hung(tmp_path, sends, receives)
+    assert run.culprit is None and "cannot be told" in run.verdict.sentence
+
+
 def test_who_swaps_alone_where_all_have_swapped_before_is_out_of_step(tmp_path: Path) -> None:
     step: list[Call] = [("all_reduce", 5)]
     pairs = {0: 1, 1: 0, 2: 3, 3: 2}
