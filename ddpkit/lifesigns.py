@@ -21,18 +21,20 @@ from .records import Rank
 # A rank that prints or reports is never asked for its collectives.
 ASK_AFTER_S = 0.4
 LATELY_S = 1.5
+# Of a rank that gets on nobody asks whether it is at the disk: that would cost as much as all else.
+QUIET_S = 1.0
 # What a logger writes beside is less than that.
 MUCH_DATA_BYTES = 256 * 1024
 
 
 class Used(NamedTuple):
     """What a process has used by the time `at`, on the monotonic clock: CPU, bytes from and to the disk; and whether it
-    waited for the disk just then, which no wait for a peer does."""
+    waited for the disk just then, which no wait for a peer does. None where nobody asked."""
 
     at: float
     cpu_s: float
-    disk_bytes: int
-    waits_for_disk: bool
+    disk_bytes: int | None = None
+    waits_for_disk: bool = False
 
 
 @dataclass
@@ -74,7 +76,8 @@ class Progress:
             if signs != heard.signs or (heard.collectives is not None and collectives != heard.collectives):
                 heard.at = now
             heard.signs, heard.collectives = signs, collectives
-            heard.used.append(Used(now, _cpu_s(rank.pid), *_at_the_disk(rank.pid)))
+            at_the_disk = _at_the_disk(rank.pid) if now - heard.at > QUIET_S else ()
+            heard.used.append(Used(now, _cpu_s(rank.pid), *at_the_disk))
             # A look at ranks that do not answer takes longer than that: two points are kept, or nothing could be said.
             while len(heard.used) > 2 and now - heard.used[0].at > LATELY_S:
                 heard.used.popleft()
@@ -96,8 +99,8 @@ class Progress:
     def at_the_disk(self, rank: Rank) -> bool:
         """Whether this rank has waited for the disk lately, as in the first import of a package, or moved much from or to it."""
         used = self._of(rank.attempt, rank.rank).used
-        moved = used[-1].disk_bytes - used[0].disk_bytes if used else 0
-        return moved >= MUCH_DATA_BYTES or any(point.waits_for_disk for point in used)
+        moved = [point.disk_bytes for point in used if point.disk_bytes is not None] or [0]
+        return moved[-1] - moved[0] >= MUCH_DATA_BYTES or any(point.waits_for_disk for point in used)
 
     def children_busy(self, rank: Rank) -> float:
         """The share of one core that this rank's child processes, its loader's workers, have used since the last such
