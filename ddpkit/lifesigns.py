@@ -21,7 +21,7 @@ from .records import Rank
 # A rank that prints or reports is never asked for its collectives.
 ASK_AFTER_S = 0.4
 LATELY_S = 1.5
-# Of a rank that gets on nobody asks whether it is at the disk: that would cost as much as all else.
+# Of a rank that gets on nobody asks whether it is at the disk: watching it would cost a quarter more.
 QUIET_S = 1.0
 # What a logger writes beside is less than that.
 MUCH_DATA_BYTES = 256 * 1024
@@ -76,8 +76,8 @@ class Progress:
             if signs != heard.signs or (heard.collectives is not None and collectives != heard.collectives):
                 heard.at = now
             heard.signs, heard.collectives = signs, collectives
-            at_the_disk = _at_the_disk(rank.pid) if now - heard.at > QUIET_S else ()
-            heard.used.append(Used(now, _cpu_s(rank.pid), *at_the_disk))
+            of_disk = _disk_use(rank.pid) if now - heard.at > QUIET_S else ()
+            heard.used.append(Used(now, _cpu_s(rank.pid), *of_disk))
             # A look at ranks that do not answer takes longer than that: two points are kept, or nothing could be said.
             while len(heard.used) > 2 and now - heard.used[0].at > LATELY_S:
                 heard.used.popleft()
@@ -150,7 +150,7 @@ def _cpu_s(pid: int) -> float:
     return 0.0
 
 
-def _at_the_disk(pid: int) -> tuple[int, bool]:
+def _disk_use(pid: int) -> tuple[int, bool]:
     """The bytes that a process has moved from and to the disk, where the platform counts them, and whether it waits there."""
     moved, waits = 0, False
     with contextlib.suppress(psutil.Error, AttributeError):

@@ -196,8 +196,8 @@ class Watcher:
 
     def _may_still_come(self, ranks: Sequence[Rank], silent_s: float) -> bool:
         """Whether whoever holds the job up computes, as a rank does that imports torch on a busy machine, or a child of it, or
-        is at a slow disk; whether torch has still to notice that a loader's worker has died; or whether a rank
-        has failed and is on its way out, which takes torch 5 s for each worker that does not answer."""
+        is at a slow disk; whether torch has still to notice that a loader's worker has died; or whether a rank has failed and
+        is on its way out, which takes torch 5 s for each worker that does not answer."""
         found, stall_s = self._finding, self.limits.stall_s or 0
         if found is None or silent_s > BUSY_PATIENCE * stall_s:
             return False

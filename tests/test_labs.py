@@ -17,6 +17,15 @@ from ddpkit.lab import Lab, Remedy
 from ddpkit.trial import Trials
 
 ALL = labs.labs()
+# Of these an older torch, which records no collectives of gloo, tells less, or dies of something else.
+TOLD_BY_THE_RECORD = {
+    "barrier_on_rank_0",
+    "forward_on_rank_0",
+    "loader_shared_memory",
+    "metric_meets_bucket",
+    "slow_save",
+    "straggler",
+}
 
 pytestmark = pytest.mark.job
 
@@ -64,7 +73,7 @@ def test_what_is_broken_ends_as_said(lab: Lab) -> None:
     run = trials(lab).run()
     outcome = trials(lab).outcome(run)
     assert outcome.ends == {"fails": "fails", "hangs": "hangs", "silent": "wrong"}[lab.expect], str(run)
-    if lab.expect != "silent" and not RECORDS:
+    if lab.name in TOLD_BY_THE_RECORD and not RECORDS:
         assert run.culprit in (lab.culprit, None), str(run)
     elif lab.expect != "silent":
         assert run.culprit == lab.culprit, str(run)
