@@ -7,18 +7,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .bench import FixBench
     from .catalog import explain
-    from .errors import JobFailed, LaunchError
+    from .errors import JobFailed, LaunchError, LogError
+    from .examination import doctor
     from .exercise import hint, progress, reset, task
     from .grading import check
     from .launcher import launch
+    from .logdiagnosis import diagnose
     from .run import Run
 
 __all__ = [
     "FixBench",
     "JobFailed",
     "LaunchError",
+    "LogError",
     "Run",
     "check",
+    "diagnose",
+    "doctor",
     "explain",
     "hint",
     "launch",
@@ -32,9 +37,12 @@ _HOMES = {
     "FixBench": "bench",
     "launch": "launcher",
     "Run": "run",
+    "diagnose": "logdiagnosis",
+    "doctor": "examination",
     "explain": "catalog",
     "JobFailed": "errors",
     "LaunchError": "errors",
+    "LogError": "errors",
     "check": "grading",
     "hint": "exercise",
     "progress": "exercise",

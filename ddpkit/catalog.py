@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 PAGE = "page.md"
 FENCE = "+++"
-PLACES = ("failure", "stderr", "torchrun")
+PLACES = ("failure", "stderr", "torchrun", "log")
 
 # What a verdict can be (`Verdict.kind`); a page may be named by one.
 KINDS = frozenset(
@@ -40,7 +40,9 @@ class Signature:
     """One way to recognise a failure: a `text`, the `signal` that killed a rank, or the kind of the `verdict`.
 
     `text` is a regular expression, `type` the exception it must stand in ("" is any). It is looked for at `where`:
-    "failure" (type, message and chain of the exception), "stderr", "torchrun" (the agent's log), or "" for the first two.
+    "failure" (type, message and chain of the exception), "stderr", "torchrun" (the agent's log), or "" for the first two. A log
+    that somebody brings is not divided so: there all are looked for but "failure", and also "log", what others wrote about a
+    job, a scheduler or the kernel. A group named `rank` tells the rank at fault.
     `consequence`: this text never is the cause. `general`: it says where something failed rather than why, and yields
     to any other text.
     """
@@ -60,7 +62,7 @@ class Signature:
 
     def looks_at(self, place: str) -> bool:
         """Whether this text is looked for at `place`, one of `PLACES`."""
-        return place == self.where if self.where else place != "torchrun"
+        return place == self.where if self.where else place in ("failure", "stderr")
 
 
 @dataclass(frozen=True, repr=False)

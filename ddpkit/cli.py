@@ -1,5 +1,5 @@
-"""The `ddpkit` command: `run` is torchrun with rank-tagged output and an honest exit code, `explain` prints the catalog,
-`start` and `progress` go with the exercises."""
+"""The `ddpkit` command: `run` is torchrun with rank-tagged output and an honest exit code, `diagnose` reads any log, `doctor`
+looks over the machine, `explain` prints the catalog, `start` and `progress` go with the exercises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from .catalog import Contents, NoSuchPage, Page
 from .catalog import explain as look_up
-from .errors import LaunchError
+from .errors import LaunchError, LogError
 from .launcher import launch
 
 if TYPE_CHECKING:
@@ -61,6 +61,35 @@ def run(
         warm=warm,
     )
     raise typer.Exit(EXIT_CODES.get(ended.state, 1))
+
+
+@app.command()
+def diagnose(
+    logs: Annotated[
+        list[str], typer.Argument(help="Files, patterns, folders (of a run, or torchrun's --log-dir), or - for stdin.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,
+) -> None:
+    """Name the failure that LOGS tell of, of whatever launcher: which rank, the line that says it, what only followed.
+
+    Exit code: 0 healthy, 1 a failure, known or not, 2 nothing to read.
+    """
+    from .diagnosis import HEALTHY
+    from .logdiagnosis import diagnose as of
+
+    found = of(*logs)
+    print(found.json() if as_json else found)
+    raise typer.Exit(0 if found.name == HEALTHY else 1)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False) -> None:
+    """Look over this machine before a job, line by line. Exit code: 0 nothing would break a job, 1 something would."""
+    from .examination import doctor as look
+
+    report = look()
+    print(report.json() if as_json else report)
+    raise typer.Exit(1 if report.problems else 0)
 
 
 @app.command()
@@ -117,6 +146,6 @@ def main() -> None:
     """The console script: what cannot be started or is not known ends in one sentence on stderr and exit code 2."""
     try:
         app()
-    except (LaunchError, NoSuchPage) as error:
+    except (LaunchError, LogError, NoSuchPage) as error:
         print(f"ddpkit: {error}", file=sys.stderr)
         sys.exit(2)

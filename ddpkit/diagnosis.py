@@ -6,8 +6,9 @@ asked for the cause. Where nothing in the catalog fits, "unknown" is the answer,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,7 @@ from .stable import shortened, stable
 Confidence = Literal["certain", "likely", "unknown"]
 
 UNKNOWN = "unknown"
+HEALTHY = "healthy"
 STDERR_TAIL_BYTES = 1 << 18
 MOST_LINES = 8
 
@@ -81,6 +83,10 @@ class Diagnosis:
 
     __repr__ = __str__
 
+    def json(self) -> str:
+        """All of it as JSON: name, title, sentence, rank, evidence and consequences with file and line, confidence, collect."""
+        return json.dumps(asdict(self), indent=1)
+
     def _repr_html_(self) -> str:
         rows = "".join(
             f'<tr><td style="text-align:left">{label}</td><td style="text-align:left">{escape(text)}</td></tr>'
@@ -98,7 +104,7 @@ class Diagnosis:
                 yield label, f"and {len(found) - MOST_LINES} more ranks alike"
         if self.collect:
             yield "collect", self.collect
-        if self.name != UNKNOWN:
+        if self.name not in (UNKNOWN, HEALTHY):
             yield "page", f"ddpkit explain {self.name}"
 
 

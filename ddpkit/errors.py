@@ -1,4 +1,4 @@
-"""The two errors a caller of ddpkit may meet; kept apart so that every room can raise them without import loops."""
+"""The errors a caller of ddpkit may meet; kept apart so that every room can raise them without import loops."""
 
 from __future__ import annotations
 
@@ -22,3 +22,10 @@ class JobFailed(RuntimeError):
     def __init__(self, run: Run) -> None:
         super().__init__(str(run))
         self.run = run
+
+
+class LogError(ValueError):
+    """There is no log to diagnose: what was asked, what was found, what to do."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]

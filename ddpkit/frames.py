@@ -18,6 +18,7 @@ _FRAME = re.compile(
 # What only Python made up, such as "<string>" of a spawned process, is nobody's either.
 _NOT_OWN = (
     "site-packages",
+    "dist-packages",
     "/lib/python",
     "<frozen",
     "<string>",
@@ -86,9 +87,13 @@ def _frames(thread: str, cells: dict[str, str]) -> list[Frame]:
     frames = []
     for found in _FRAME.finditer(thread):
         file, line, function = found["file"], int(found["line"]), found["function"]
-        own = not any(mark in file for mark in _NOT_OWN) and Path(file).name != wire.FUNCTION_SCRIPT
-        frames.append(Frame(file, line, function, found["source"] or _source_line(file, line, cells), own))
+        frames.append(Frame(file, line, function, found["source"] or _source_line(file, line, cells), is_own(file)))
     return frames
+
+
+def is_own(file: str) -> bool:
+    """Whether `file` is the user's code rather than Python's, a package's or ddpkit's."""
+    return not any(mark in file for mark in _NOT_OWN) and Path(file).name != wire.FUNCTION_SCRIPT
 
 
 def _waits_for_a_thread(frames: Sequence[Frame]) -> bool:

@@ -30,6 +30,50 @@ def _driver() -> Any:
     return None
 
 
+def driver_version() -> str:
+    """The driver's version and the newest CUDA that it serves, such as "550.54, serves CUDA up to 12.4"."""
+    nvml = _driver()
+    if nvml is None:
+        return ""
+    cuda = nvml.nvmlSystemGetCudaDriverVersion()
+    return f"{_text(nvml.nvmlSystemGetDriverVersion())}, serves CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
+
+
+def driver_problem() -> str:
+    """Why the driver does not answer though it is there; "" where it does, or where there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return "" if error.value in absent else str(error)
+    return ""
+
+
+def links() -> str:
+    """How many pairs of GPUs are joined by what: NVLink, one PCIe switch, one host bridge, or through several."""
+    nvml = _driver()
+    if nvml is None:
+        return "not known"
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    kinds = [_link(nvml, a, b) for i, a in enumerate(handles) for b in handles[:i]]
+    return ", ".join(f"{kinds.count(kind)} pairs by {kind}" for kind in dict.fromkeys(kinds))
+
+
+def _link(nvml: Any, one: Any, other: Any) -> str:
+    with contextlib.suppress(Exception):
+        status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        if status == nvml.NVML_P2P_STATUS_OK:
+            return "NVLink"
+    with contextlib.suppress(Exception):
+        level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
+        if level <= nvml.NVML_TOPOLOGY_MULTIPLE:
+            return "PCIe switches"
+        return "a host bridge" if level == nvml.NVML_TOPOLOGY_HOSTBRIDGE else "several host bridges (slow)"
+    return "a path that the driver does not tell"
+
+
 def all_gpus() -> list[Gpu]:
     """Every GPU the driver knows, in its order; empty without a driver."""
     nvml = _driver()

@@ -265,10 +265,11 @@ REAL = [
     ("torchrun_arguments", Said(torchrun="ValueError: Unsupported nproc_per_node value: two\n")),
     ("torchrun_arguments", Said(torchrun="torchrun: error: unrecognized arguments: --foo\n")),
     ("backend_not_built_in", raised("RuntimeError", "Distributed package doesn't have NCCL built in")),
-    ("backend_not_built_in", raised("ValueError", "ProcessGroupNCCL is only supported with GPUs, no GPUs found!")),
-    ("nccl_error", raised("DistBackendError", f"{NCCL}\n{USAGE}")),
+    ("invalid_device", raised("ValueError", "ProcessGroupNCCL is only supported with GPUs, no GPUs found!")),
+    ("nccl_invalid_usage", raised("DistBackendError", f"{NCCL}\n{USAGE}")),
+    ("nccl_error", raised("RuntimeError", "NCCL Error 7: unknown")),
     (
-        "nccl_error",
+        "nccl_system_error",
         raised("RuntimeError", "NCCL Error 2: unhandled system error (run with NCCL_DEBUG=INFO for details)"),
     ),
     (
@@ -292,9 +293,16 @@ REAL = [
             "start method",
         ),
     ),
-    ("cuda_kernel_error", raised("RuntimeError", CUDA_KERNEL)),
+    ("device_side_assert", raised("RuntimeError", CUDA_KERNEL)),
     (
         "cuda_kernel_error",
+        raised(
+            "RuntimeError",
+            CUDA_KERNEL.replace("device-side assert triggered", "an illegal memory access was encountered"),
+        ),
+    ),
+    (
+        "no_kernel_image",
         raised("RuntimeError", "CUDA error: no kernel image is available for execution on the device"),
     ),
     (

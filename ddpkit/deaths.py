@@ -1,0 +1,159 @@
+"""How a log tells that processes ended: torchrun's summary, exit codes and signals, in the words of launchers and shells."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+
+from .loglines import Line
+
+# Words of which one stands in every line that is read here, in lower case.
+WORDS = (
+    "exitcode",
+    "exit code",
+    "exit status",
+    "return code",
+    "returncode",
+    "signal",
+    "sigkill",
+    "sigterm",
+    "sigsegv",
+    "sigabrt",
+    "sigbus",
+    "sigfpe",
+    "killed",
+    "core dumped",
+    "segmentation fault",
+    "bus error",
+    "(local_rank: ",
+    "root cause",
+    "failures:",
+    "aborted",
+    "make: ***",
+    "exiting process",
+    "job failed",
+)
+
+_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
+_EXITCODE = re.compile(r"^\s*exitcode\s*: (-?\d+)\b")
+_SECTION = re.compile(r"^\s*(Root Cause|Failures|Other Failures)\b.*:")
+_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\)(?: local_rank: (\d+))?")
+_SIGNALS = tuple(
+    re.compile(p)
+    for p in (
+        r"Signal (?P<number>\d+) \(SIG\w+\) received by PID",
+        r"died with <Signals\.(?P<name>SIG\w+): \d+>",
+        r"(?:terminated with|killed by|terminated by|received) signal:? (?P<name>SIG(?!TERM)\w+)\b",
+        r"(?:exit(?:ed|s|ing)?|return(?:ed)?|finished)\b.{0,40}?(?:code|status)\W{0,4}-(?P<number>\d{1,2})\b",
+        r"(?:exit(?:ed|s|ing)?|return(?:ed)?|finished|exitCode)\b.{0,40}?(?:code|status|exitCode)\W{0,4}(?P<shell>129|13\d|143)\b",
+        r"Fatal Python error: (?P<words>Segmentation fault|Bus error|Aborted|Illegal instruction|Floating point exception)",
+        r"Signal: (?P<words>Segmentation fault|Bus error|Aborted|Illegal instruction|Floating point exception) \(\d+\)",
+        r"(?:^|[:\d]\s+|: )(?P<words>Segmentation fault|Bus error|Aborted|Killed|Illegal instruction|Floating point exception)"
+        r"(?: *\(core dumped\)|\s*$|\s{2,}\S|\s+(?:python|torchrun|accelerate|deepspeed|bash|nohup|CUDA_))",
+        r"(?:crashed with|terminated with|died from|killed by) (?:exit code -|signal )(?P<number>\d{1,2})\b",
+        r"exited on signal \d+ \((?P<words>Segmentation fault|Bus error|Aborted|Killed)",
+        r"task \d+: (?P<words>Segmentation fault|Bus error|Aborted|Killed|Illegal instruction)",
+    )
+)
+_NAMES = {
+    "Segmentation fault": "SIGSEGV",
+    "Bus error": "SIGBUS",
+    "Aborted": "SIGABRT",
+    "Killed": "SIGKILL",
+    "Illegal instruction": "SIGILL",
+    "Floating point exception": "SIGFPE",
+}
+_CODE = re.compile(
+    r"(?:exit(?:ed|s|ing)?|return(?:ed)?|finished|exitCode)\b[^\n]{0,60}?(?:code|status|exitCode)\W{0,4}(?P<code>\d{1,3})\b"
+    r"|returned non-zero exit status (?P<status>\d+)|^make: \*\*\* .* Error (?P<made>\d+)|^ExitCode (?P<of_script>\d+)"
+    r"|Received (?P<received>\d+) from exiting process|failed with exit ?code:? (?P<failed>\d+)"
+)
+_JOB_FAILED = re.compile(r"\b[Jj]ob (?:has )?failed\b(?!.* to )")
+_TASK = re.compile(r"(?i)\b(?:task|local_rank|rank):? (\d+)\b")
+
+
+@dataclass(frozen=True)
+class End:
+    """A process that ended, as `line` says: `signal` is what it died of, else `exitcode`.
+
+    `by_torchrun`: torchrun says so; `listed`: in its summary, `root`: as the first that failed.
+    """
+
+    line: Line
+    rank: int | None
+    exitcode: int
+    signal: str = ""
+    root: bool = False
+    listed: bool = False
+    by_torchrun: bool = False
+
+
+class Deaths:
+    """The ends of processes that one log tells of."""
+
+    def __init__(self) -> None:
+        self.ends: list[End] = []
+        self._section = ""
+        self._rank: int | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of which torchrun's summary is telling."""
+        return self._rank
+
+    def feed(self, line: Line) -> bool:
+        """Take a line in which one of `WORDS` stands; whether it tells of an end."""
+        text = line.text
+        if section := _SECTION.match(text):
+            self._section, self._rank = section[1], None
+        elif rank := _RANK.match(text):
+            self._rank = int(rank[1])
+        elif code := _EXITCODE.match(text):
+            self._add(line, self._rank, int(code[1]), listed=True, by_torchrun=True)
+            return True
+        elif failed := _FAILED.search(text):
+            self._add(line, int(failed[2]) if failed[2] else None, int(failed[1]), by_torchrun=True)
+            return True
+        elif name := signal_in(text):
+            self.ends.append(End(line, _rank_in(line), -1, name))
+            return True
+        elif _JOB_FAILED.search(text):
+            self._add(line, None, 1)
+            return True
+        elif code := _CODE.search(text):
+            self._add(line, _rank_in(line), int(next(filter(None, code.groups()))))
+            return True
+        return False
+
+    def _add(self, line: Line, rank: int | None, code: int, listed: bool = False, by_torchrun: bool = False) -> None:
+        name = _signal_name(-code) if code < 0 else ""
+        root = listed and self._section == "Root Cause"
+        self.ends.append(End(line, rank, code, name, root, listed, by_torchrun))
+
+
+def signal_in(text: str) -> str:
+    """The signal that `text` says a process died of, "" for none."""
+    for pattern in _SIGNALS:
+        if found := pattern.search(text):
+            told = found.groupdict()
+            if told.get("words"):
+                return _NAMES[told["words"]]
+            if told.get("name"):
+                return str(told["name"])
+            return _signal_name(int(told["number"]) if told.get("number") else int(told["shell"]) - 128)
+    return ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return ""
+
+
+def _rank_in(line: Line) -> int | None:
+    if line.rank is not None:
+        return line.rank
+    found = _TASK.search(line.text)
+    return int(found[1]) if found else None

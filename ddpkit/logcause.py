@@ -1,0 +1,170 @@
+"""Which telling lines of a log may be the cause, and how near each stands to the failure itself."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from .catalog import Page, Signature, page, pages
+from .loglines import Line
+from .logscan import Hit, Scan
+from .tracebacks import Raised
+
+# How near the failure itself a line stands; the smallest wins, then the earliest. A kernel or a scheduler that says why; an
+# exception that does; a printed line that does; an exception that only says where; a death; the loss of another; a summary.
+TOLD_BY_THE_SYSTEM, SAYS_WHY, PRINTED_WHY, RAISED, DIED, LOST_ANOTHER, SUMMARY = range(7)
+
+# Who ends a job ends its ranks: what comes after is a consequence.
+ENDS_ALL = frozenset({"ended_from_outside", "time_limit"})
+# What these say is about another rank than the one that says it.
+OF_ANOTHER = frozenset(
+    {
+        *("collective_timeout", "peer_lost", "missing_rank_at_init", "wrong_address"),
+        *("skipped_collective", "uneven_inputs"),
+    }
+)
+SENT_BY_LAUNCHER = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
+
+# These pass on what another process raised, or how it ended.
+_WRAPPERS = {
+    *("SystemExit", "SignalException", "RayTaskError", "TrainingFailedError", "RayActorError", "ActorDiedError"),
+    *("TuneError", "WorkerCrashedError", "ExecuteUserScriptError", "UserCodeError", "RendezvousGracefulExitError"),
+    *("UnexpectedStatusException", "JobSubmissionFailedError", "Error", "Exit"),
+}
+_OF_LAUNCHERS = {"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"}
+_BY_ANOTHER = {"BrokenPipeError", "ConnectionResetError", "ConnectionAbortedError", "EOFError", "CancelledError"}
+
+_ENDED_BY_IT = re.compile(r"signal: Terminated|SIGTERM")
+_WARNS = re.compile(r"^\[W\d* ?|\bWARN(?:ING)?\b(?<!NCCL WARN)|\bUserWarning\b|^W\d{4} |^W /|: W /")
+_ALARM = re.compile(
+    r"(?i)\b(error|fatal|failed|failure|terminate|assertion|abort\w*|cannot|could ?n[o']t|NCCL WARN|timed out)\b"
+    r"|\[E\d* |what\(\):|watchdog"
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A line that may be the cause. `page` is None where only an end is told and nothing of it."""
+
+    nearness: int
+    order: int
+    page: Page | None
+    line: Line
+    rank: int | None
+    raised: Raised | None = None
+    signature: Signature = field(default_factory=Signature)
+
+    @property
+    def weight(self) -> tuple[int, int, int]:
+        """The smaller, the likelier: nearness, then time, then how specific."""
+        return self.nearness, self.order, 2 if not self.signature.text else int(self.signature.general)
+
+
+def causes(found: Scan) -> list[Cause]:
+    """Every line that may be the cause, the likeliest first."""
+    over = _first(found, lambda hit: hit.page.name in ENDS_ALL and not hit.signature.consequence)
+    matched = list(_matched(found, over))
+    named = {(c.line.file, c.line.number) for c in matched}
+    raised = [c for c in _raised(found, over) if (c.line.file, c.line.number) not in named]
+    return sorted([*matched, *raised, *_ended(found, over is not None)], key=lambda c: c.weight)
+
+
+def _first(found: Scan, like: Callable[[Hit], bool]) -> int | None:
+    return min((hit.order for hit in found.hits if like(hit)), default=None)
+
+
+def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
+    """Lines that a signature of the catalog matches."""
+    failed = bool(found.raised) or any(end.exitcode for _, end in found.ends)
+    lost = _first(found, lambda hit: hit.signature.consequence or hit.page.name == "node_lost")
+    for hit in found.hits:
+        nearness = _nearness(hit)
+        if hit.page.name == "nan_loss" and hit.signature.where == "log":
+            if not _at_the_end(found, hit):
+                continue
+        elif went_on(found, hit.order, hit.line):
+            continue
+        if not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not _alarms(hit.line.text):
+            continue
+        if over is not None and (hit.order > over or _ENDED_BY_IT.search(hit.line.text)):
+            nearness = max(nearness, LOST_ANOTHER)
+        if lost is not None and lost < hit.order and hit.page.name in OF_ANOTHER:
+            nearness = max(nearness, LOST_ANOTHER)
+        yield Cause(nearness, hit.order, hit.page, hit.line, hit.rank, signature=hit.signature)
+
+
+def _nearness(hit: Hit) -> int:
+    if hit.page.name == "summary_only" or (hit.signature.consequence and hit.page.name in ENDS_ALL):
+        return SUMMARY
+    if hit.signature.consequence:
+        return LOST_ANOTHER
+    if hit.signature.general or hit.page.name in ENDS_ALL:
+        return RAISED
+    if hit.signature.where == "log":
+        return TOLD_BY_THE_SYSTEM
+    return SAYS_WHY if hit.raised else PRINTED_WHY
+
+
+def _raised(found: Scan, over: int | None) -> Iterator[Cause]:
+    """Exceptions of which the catalog knows nothing."""
+    for order, raised in found.raised:
+        if raised.type.endswith("Warning") or went_on(found, order, raised.line):
+            continue
+        line, rank = raised.line, raised.line.rank
+        if raised.type in _OF_LAUNCHERS or _passed_on(raised):
+            yield Cause(SUMMARY, order, page("summary_only"), line, rank)
+        elif raised.type in _WRAPPERS:
+            yield Cause(SUMMARY, order, None, line, rank)
+        else:
+            late = over is not None and order > over
+            nearness = LOST_ANOTHER if late else DIED if raised.type in _BY_ANOTHER else RAISED
+            yield Cause(nearness, order, page("own_exception"), line, rank, raised)
+
+
+def _ended(found: Scan, over: bool) -> Iterator[Cause]:
+    """Ends of processes: a signal, or an exit code of a rank that said nothing else."""
+    by_signal = {s.signal: p for p in pages() for s in p.signatures if s.signal}
+    spoke = {raised.line.rank for _, raised in found.raised} | {hit.rank for hit in found.hits}
+    for order, end in found.ends:
+        if went_on(found, order, end.line):
+            continue
+        first = end.by_torchrun and not end.listed
+        if end.signal in SENT_BY_LAUNCHER and (over or not first):
+            yield Cause(SUMMARY, order, page("ended_from_outside"), end.line, end.rank)
+        elif end.signal in by_signal:
+            # Who finds a peer gone may abort itself.
+            nearness = LOST_ANOTHER if end.signal == "SIGABRT" else DIED
+            yield Cause(nearness, order, by_signal[end.signal], end.line, end.rank)
+        elif first and end.rank is not None and end.rank not in spoke and spoke - {None}:
+            yield Cause(DIED, order, page("exit_code"), end.line, end.rank)
+        elif end.exitcode:
+            yield Cause(SUMMARY, order, page("summary_only") if end.by_torchrun else None, end.line, end.rank)
+
+
+def went_on(found: Scan, order: int, line: Line) -> bool:
+    """Whether the job made progress, or came to its end, after that line: then it was not what ended it."""
+    values: dict[tuple[str, int | None], list[int]] = {}
+    for at, later, kind, number in found.progress:
+        if at > order and later.file == line.file and line.rank in (None, later.rank):
+            values.setdefault((kind, later.rank), []).append(number)
+    if any(sum(b > a for a, b in itertools.pairwise(each)) >= 2 for each in values.values()):
+        return True
+    last = max((at for at, end in found.ends if end.exitcode), default=-1)
+    return any(at > max(order, last) and later.file == line.file for at, later in found.completed)
+
+
+def _at_the_end(found: Scan, hit: Hit) -> bool:
+    """Whether the last lines of the log still say so."""
+    return any(hit.signature.pattern.search(line.text) for line in found.tail.get(hit.line.file, ()))
+
+
+def _alarms(text: str) -> bool:
+    """Whether a printed line speaks of an error rather than warns."""
+    return not _WARNS.search(text) and bool(_ALARM.search(text))
+
+
+def _passed_on(raised: Raised) -> bool:
+    """Whether `torch.multiprocessing.spawn` raised it for one of its processes."""
+    return bool(raised.frames) and raised.frames[-1].file.replace("\\", "/").endswith("torch/multiprocessing/spawn.py")

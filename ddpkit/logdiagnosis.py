@@ -1,0 +1,174 @@
+"""`ddpkit.diagnose`: names the failure that a run or any log tells of, who is at fault, and what only followed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import wire
+from .catalog import page
+from .culprit import Culprit
+from .diagnosis import HEALTHY, UNKNOWN, Confidence, Diagnosis, Evidence
+from .errors import LogError
+from .logcause import DIED, ENDS_ALL, LOST_ANOTHER, OF_ANOTHER, PRINTED_WHY, SENT_BY_LAUNCHER, SUMMARY, Cause, causes
+from .loglines import Line, Source, sources
+from .logscan import Scan, scan
+from .run import Run
+from .stable import shortened
+
+MOST_EVIDENCE = 64
+# These compare two ranks: one is the odd one where it alone, of three or more, says so.
+_COMPARES = {"shapes_differ_between_ranks", "collective_mismatch"}
+_EVERY_LOG = (
+    "The other ranks' logs. `torchrun -r 3 -t 3 --log-dir logs` keeps one for each; then `ddpkit diagnose logs`."
+)
+_WHOM_IT_WAITED_FOR = (
+    "Every rank's own log; once more with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 (NCCL), and the flight recorder "
+    "says which rank had not come. Or start it by `ddpkit run --stop-on-stall`."
+)
+
+
+@dataclass(frozen=True)
+class Found(Evidence):
+    """A line of a log: `file` as it was named, `line` its number there."""
+
+    @property
+    def said(self) -> str:
+        """`train.log:88, rank 1: ValueError: boom`."""
+        who = "" if self.rank is None else f", rank {self.rank}"
+        return f"{self.file}:{self.line}{who}: {shortened(self.text)}"
+
+
+def diagnose(*what: Run | str | Path) -> Diagnosis:
+    """What went wrong, as a run or a log tells it: the failure, the rank, the lines that say it, what only followed.
+
+    Args:
+        what: a `Run`; or logs: paths of files, patterns such as `logs/*.err`, folders (of a run, or torchrun's `--log-dir`),
+            `-` for standard input; or the text of a log itself, of more than one line. Several are read as one job's.
+
+    Returns:
+        A diagnosis; its `name` is "healthy" where nothing tells of a failure, "unknown" where one is told without its cause.
+
+    Raises:
+        LogError: one of them names nothing that can be read.
+    """
+    if not what:
+        raise LogError("diagnose: nothing was named. Give a run, a log's path, a folder, or the text of a log.")
+    if len(what) == 1 and (run := _run_of(what[0])):
+        return run.diagnosis or _healthy(f"{run.name} ended with exit code 0 on every rank.")
+    logs: list[Source] = []
+    for each in what:
+        if not isinstance(each, (str, Path)):
+            raise LogError(
+                f"diagnose: {each.name} is a run, and a run is diagnosed alone; here stand {len(what)} things."
+            )
+        text = isinstance(each, str) and "\n" in each
+        logs += [Source("<text>", data=str(each).encode("utf-8", "replace"))] if text else sources([each])
+    return diagnosis_of(scan(logs))
+
+
+def _run_of(what: Run | str | Path) -> Run | None:
+    """The run that is meant, by itself or by its folder."""
+    if not isinstance(what, (str, Path)):
+        return what
+    path = None if "\n" in str(what) else Path(what).expanduser()
+    return Run.from_folder(path) if path and (path / wire.JOB).is_file() else None
+
+
+def diagnosis_of(found: Scan) -> Diagnosis:
+    """The diagnosis of what was found in logs."""
+    possible = causes(found)
+    if not possible:
+        return _nothing(found)
+    best = possible[0]
+    if best.page is None:
+        best = next((c for c in possible if c.page is page("summary_only")), best)
+    if best.page is None:
+        title = "It failed, and this log does not say of what."
+        return Diagnosis(UNKNOWN, title, "", None, _shown(possible), (), "unknown", _EVERY_LOG)
+    same = [c for c in possible if c.page is best.page and c.nearness <= max(DIED, best.nearness) and _alike(c, best)]
+    rank = _culprit(best, same, found)
+    evidence = _shown(same)
+    at = {(e.file, e.line) for e in evidence}
+    followed = [c for c in possible if c.page and c.nearness < SUMMARY and (c.line.file, c.line.number) not in at]
+    confidence: Confidence = "certain" if best.nearness < DIED and best.nearness != PRINTED_WHY else "likely"
+    collect = "" if best.nearness < LOST_ANOTHER else _EVERY_LOG
+    if best.page.name == "collective_timeout":
+        collect = _WHOM_IT_WAITED_FOR
+    sentence = _sentence(best, rank)
+    return Diagnosis(best.page.name, best.page.title, sentence, rank, evidence, _shown(followed), confidence, collect)
+
+
+def _alike(cause: Cause, best: Cause) -> bool:
+    """Exceptions that the catalog does not know are the same failure where type and message are."""
+    if best.raised is None or cause.raised is None:
+        return True
+    return (cause.raised.type, cause.raised.message[:40]) == (best.raised.type, best.raised.message[:40])
+
+
+def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
+    name = best.page.name if best.page else ""
+    if name in ENDS_ALL:
+        return None
+    if name in OF_ANOTHER:
+        return best.rank if "(?P<rank>" in best.signature.text else None
+    ranks = tuple(sorted({c.rank for c in same if c.rank is not None}))
+    if not ranks or best.nearness == SUMMARY:
+        return _not_labelled(len({(c.line.file, c.line.number) for c in same}), best, found)
+    world = found.ranks | {e.rank for _, e in found.ends if e.listed and e.rank is not None}
+    if name in _COMPARES and (len(ranks) > 1 or len(world) < 3):
+        return None
+    if len(ranks) == 1:
+        return ranks[0]
+    return "every rank" if world <= set(ranks) else ranks
+
+
+def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:
+    """Who said it `times`, where no line tells its rank: every rank if that is as often as torchrun lists ranks, else the one
+    that torchrun calls the first that failed, or the only one that is said to have ended by itself."""
+    listed = {e.rank for _, e in found.ends if e.listed and e.rank is not None}
+    if times > 1 and listed and best.nearness != SUMMARY:
+        return "every rank" if times >= len(listed) > 1 else None
+    told = [e for _, e in found.ends if e.exitcode and e.rank is not None and e.signal not in SENT_BY_LAUNCHER]
+    ranks = {e.rank for e in told if e.root} or {e.rank for e in told if not e.listed}
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def _shown(several: Iterable[Cause]) -> tuple[Found, ...]:
+    """The first line of each rank; of those whose rank is not told, each that says something else."""
+    return tuple(Found(x.rank, x.file, x.number, x.text[:2000]) for x in _first_of_each(c.line for c in several))
+
+
+def _first_of_each(lines: Iterable[Line]) -> Iterator[Line]:
+    seen: set[tuple[int | None, str]] = set()
+    for line in lines:
+        key = line.rank, "" if line.rank is not None else line.text
+        if key not in seen and len(seen) < MOST_EVIDENCE:
+            seen.add(key)
+            yield line
+
+
+def _sentence(best: Cause, rank: Culprit) -> str:
+    who = f"Rank {rank}" if isinstance(rank, int) else "Every rank" if rank == "every rank" else ""
+    if isinstance(rank, tuple):
+        who = f"Ranks {', '.join(map(str, rank[:-1]))} and {rank[-1]}"
+    if best.raised is None:
+        return f"{who} {'are' if isinstance(rank, tuple) else 'is'} at fault." if who else ""
+    where = best.raised.where
+    at = f" at {where.file}:{where.line}" if where else ""
+    of = f": {where.source}" if where and where.source else ""
+    return f"{who or 'A process'} raised {best.raised.type}{at}{of}."
+
+
+def _nothing(found: Scan) -> Diagnosis:
+    if not found.cut:
+        return _healthy(f"Nothing in {found.lines} lines tells of a failure.")
+    file, number = found.cut[-1]
+    evidence = (Found(None, file, number, "Traceback (most recent call last), and its exception is cut off"),)
+    title = "The log ends in the middle of a traceback."
+    return Diagnosis(UNKNOWN, title, "", None, evidence, (), "unknown", f"The rest of this log. {_EVERY_LOG}")
+
+
+def _healthy(why: str) -> Diagnosis:
+    return Diagnosis(HEALTHY, why, "", None, (), (), "likely", "")
