@@ -44,7 +44,7 @@ class Signature:
     that somebody brings is not divided so: there all are looked for but "failure", and also "log", what others wrote about a
     job, a scheduler or the kernel. A group named `rank` tells the rank at fault.
     `consequence`: this text never is the cause. `general`: it says where something failed rather than why, and yields
-    to any other text.
+    to any other text. `beside`: it may stand in any log, and tells something only beside a failure.
     """
 
     text: str = ""
@@ -54,11 +54,17 @@ class Signature:
     verdict: str = ""
     consequence: bool = False
     general: bool = False
+    beside: bool = False
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         """`text`, compiled; `^` and `$` are the ends of a line."""
         return re.compile(self.text, re.MULTILINE)
+
+    @property
+    def spans_lines(self) -> bool:
+        """Whether what it matches may be longer than a line."""
+        return "\\n" in self.text or r"[^\0]" in self.text
 
     def looks_at(self, place: str) -> bool:
         """Whether this text is looked for at `place`, one of `PLACES`."""
@@ -182,7 +188,7 @@ def _signature(name: str, number: int, table: dict[str, Any]) -> Signature:
             raise _bad(name, f"key `{field.name}` of {place} must be a {kind.__name__}, but is {table[field.name]!r}.")
     if len({"text", "signal", "verdict"} & set(table)) != 1:
         raise _bad(name, f"{place} needs one of `text`, `signal` and `verdict`, but has {', '.join(table) or 'none'}.")
-    if "text" not in table and (extra := set(table) & {"type", "where", "consequence", "general"}):
+    if "text" not in table and (extra := set(table) & {"type", "where", "consequence", "general", "beside"}):
         raise _bad(name, f"key `{min(extra)}` of {place} goes with `text` only.")
     _check_choice(name, place, "where", table, PLACES)
     _check_choice(name, place, "verdict", table, KINDS)

@@ -32,7 +32,12 @@ WORDS = (
     "aborted",
     "make: ***",
     "exiting process",
+    "terminated with code",
+    "forcefully terminating all other",
     "job failed",
+    "is failed because",
+    "error: failed to run",
+    "backofflimitexceeded",
 )
 
 _RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
@@ -52,6 +57,7 @@ _SIGNALS = tuple(
         r"(?:^|[:\d]\s+|: )(?P<words>Segmentation fault|Bus error|Aborted|Killed|Illegal instruction|Floating point exception)"
         r"(?: *\(core dumped\)|\s*$|\s{2,}\S|\s+(?:python|torchrun|accelerate|deepspeed|bash|nohup|CUDA_))",
         r"(?:crashed with|terminated with|died from|killed by) (?:exit code -|signal )(?P<number>\d{1,2})\b",
+        r"terminated with code -(?P<number>\d{1,2})\b",
         r"exited on signal \d+ \((?P<words>Segmentation fault|Bus error|Aborted|Killed)",
         r"task \d+: (?P<words>Segmentation fault|Bus error|Aborted|Killed|Illegal instruction)",
     )
@@ -67,9 +73,12 @@ _NAMES = {
 _CODE = re.compile(
     r"(?:exit(?:ed|s|ing)?|return(?:ed)?|finished|exitCode)\b[^\n]{0,60}?(?:code|status|exitCode)\W{0,4}(?P<code>\d{1,3})\b"
     r"|returned non-zero exit status (?P<status>\d+)|^make: \*\*\* .* Error (?P<made>\d+)|^ExitCode (?P<of_script>\d+)"
-    r"|Received (?P<received>\d+) from exiting process|failed with exit ?code:? (?P<failed>\d+)"
+    r"|terminated with code (?P<terminated>\d+)|Received (?P<received>\d+) from exiting process|failed with exit ?code:? (?P<failed>\d+)"
 )
-_JOB_FAILED = re.compile(r"\b[Jj]ob (?:has )?failed\b(?!.* to )")
+_JOB_FAILED = re.compile(
+    r"\b[Jj]ob (?:has )?failed\b(?!.* to )|Job \S+ is failed because|BackoffLimitExceeded|^Error: failed to run "
+)
+_OF_COMMAND = re.compile(r"--local[-_]rank[=', ]+(\d+)")
 _TASK = re.compile(r"(?i)\b(?:task|local_rank|rank):? (\d+)\b")
 
 
@@ -96,6 +105,8 @@ class Deaths:
         self.ends: list[End] = []
         self._section = ""
         self._rank: int | None = None
+        # Lightning kills the other ranks by SIGKILL, after it has said so.
+        self._forceful = False
 
     @property
     def rank(self) -> int | None:
@@ -115,13 +126,17 @@ class Deaths:
         elif failed := _FAILED.search(text):
             self._add(line, int(failed[2]) if failed[2] else None, int(failed[1]), by_torchrun=True)
             return True
+        elif self._forceful and text.strip() == "Killed":
+            return False
         elif name := signal_in(text):
+            self._forceful = self._forceful or "Forcefully terminating all other" in text
             self.ends.append(End(line, _rank_in(line), -1, name))
             return True
         elif _JOB_FAILED.search(text):
             self._add(line, None, 1)
             return True
         elif code := _CODE.search(text):
+            self._forceful = self._forceful or "Forcefully terminating all other" in text
             self._add(line, _rank_in(line), int(next(filter(None, code.groups()))))
             return True
         return False
@@ -155,5 +170,5 @@ def _signal_name(number: int) -> str:
 def _rank_in(line: Line) -> int | None:
     if line.rank is not None:
         return line.rank
-    found = _TASK.search(line.text)
+    found = _OF_COMMAND.search(line.text) or _TASK.search(line.text)
     return int(found[1]) if found else None

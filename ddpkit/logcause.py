@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -14,7 +15,8 @@ from .tracebacks import Raised
 
 # How near the failure itself a line stands; the smallest wins, then the earliest. A kernel or a scheduler that says why; an
 # exception that does; a printed line that does; an exception that only says where; a death; the loss of another; a summary.
-TOLD_BY_THE_SYSTEM, SAYS_WHY, PRINTED_WHY, RAISED, DIED, LOST_ANOTHER, SUMMARY = range(7)
+# What stands beside a failure is never the cause.
+TOLD_BY_THE_SYSTEM, SAYS_WHY, PRINTED_WHY, RAISED, DIED, LOST_ANOTHER, SUMMARY, BESIDE = range(8)
 
 # Who ends a job ends its ranks: what comes after is a consequence.
 ENDS_ALL = frozenset({"ended_from_outside", "time_limit"})
@@ -25,6 +27,8 @@ OF_ANOTHER = frozenset(
         *("skipped_collective", "uneven_inputs"),
     }
 )
+# These compare two ranks, and find a rank that failed before to differ.
+COMPARES = frozenset({"shapes_differ_between_ranks", "collective_mismatch"})
 SENT_BY_LAUNCHER = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 
 # These pass on what another process raised, or how it ended.
@@ -78,24 +82,38 @@ def _first(found: Scan, like: Callable[[Hit], bool]) -> int | None:
 def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
     """Lines that a signature of the catalog matches."""
     failed = bool(found.raised) or any(end.exitcode for _, end in found.ends)
+    own = min((order for order, raised in found.raised if _is_own(found, order, raised)), default=None)
     lost = _first(found, lambda hit: hit.signature.consequence or hit.page.name == "node_lost")
     for hit in found.hits:
         nearness = _nearness(hit)
         if hit.page.name == "nan_loss" and hit.signature.where == "log":
             if not _at_the_end(found, hit):
                 continue
-        elif went_on(found, hit.order, hit.line):
+        elif hit.page.name != "time_limit" and not hit.signature.beside and went_on(found, hit.order, hit.line):
             continue
         if not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not _alarms(hit.line.text):
             continue
         if over is not None and (hit.order > over or _ENDED_BY_IT.search(hit.line.text)):
             nearness = max(nearness, LOST_ANOTHER)
-        if lost is not None and lost < hit.order and hit.page.name in OF_ANOTHER:
+        named = "(?P<rank>" in hit.signature.text
+        if lost is not None and lost < hit.order and hit.page.name in OF_ANOTHER and not named:
+            nearness = max(nearness, LOST_ANOTHER)
+        if own is not None and own < hit.order and hit.page.name in OF_ANOTHER | COMPARES:
             nearness = max(nearness, LOST_ANOTHER)
         yield Cause(nearness, hit.order, hit.page, hit.line, hit.rank, signature=hit.signature)
 
 
+def _is_own(found: Scan, order: int, raised: Raised) -> bool:
+    """Whether it is an exception that nothing in the catalog knows, raised for no other process."""
+    passed = (
+        raised.type in _OF_LAUNCHERS | _WRAPPERS | _BY_ANOTHER or raised.type.endswith("Warning") or _passed_on(raised)
+    )
+    return not passed and all(hit.order != order for hit in found.hits) and not went_on(found, order, raised.line)
+
+
 def _nearness(hit: Hit) -> int:
+    if hit.signature.beside:
+        return BESIDE
     if hit.page.name == "summary_only" or (hit.signature.consequence and hit.page.name in ENDS_ALL):
         return SUMMARY
     if hit.signature.consequence:
@@ -126,7 +144,7 @@ def _raised(found: Scan, over: int | None) -> Iterator[Cause]:
 def _ended(found: Scan, over: bool) -> Iterator[Cause]:
     """Ends of processes: a signal, or an exit code of a rank that said nothing else."""
     by_signal = {s.signal: p for p in pages() for s in p.signatures if s.signal}
-    spoke = {raised.line.rank for _, raised in found.raised} | {hit.rank for hit in found.hits}
+    spoke = {raised.line.rank for _, raised in found.raised} | {h.rank for h in found.hits if not h.signature.beside}
     for order, end in found.ends:
         if went_on(found, order, end.line):
             continue
@@ -141,6 +159,16 @@ def _ended(found: Scan, over: bool) -> Iterator[Cause]:
             yield Cause(DIED, order, page("exit_code"), end.line, end.rank)
         elif end.exitcode:
             yield Cause(SUMMARY, order, page("summary_only") if end.by_torchrun else None, end.line, end.rank)
+
+
+def left_early(possible: list[Cause]) -> Cause | None:
+    """The line in which one rank says that it is done, once more than the others, who then wait in vain for it."""
+    waited = {c.rank for c in possible if c.nearness == LOST_ANOTHER}
+    done = [c for c in possible if c.page is page("early_exit") and c.rank is not None]
+    often = Counter(c.rank for c in done).most_common(2)
+    if not often or often[0][0] in waited or (len(often) == 2 and often[0][1] == often[1][1]):
+        return None
+    return max((c for c in done if c.rank == often[0][0]), key=lambda c: c.order)
 
 
 def went_on(found: Scan, order: int, line: Line) -> bool:

@@ -11,15 +11,27 @@ from .catalog import page
 from .culprit import Culprit
 from .diagnosis import HEALTHY, UNKNOWN, Confidence, Diagnosis, Evidence
 from .errors import LogError
-from .logcause import DIED, ENDS_ALL, LOST_ANOTHER, OF_ANOTHER, PRINTED_WHY, SENT_BY_LAUNCHER, SUMMARY, Cause, causes
+from .logcause import (
+    BESIDE,
+    COMPARES,
+    DIED,
+    ENDS_ALL,
+    LOST_ANOTHER,
+    OF_ANOTHER,
+    PRINTED_WHY,
+    SENT_BY_LAUNCHER,
+    SUMMARY,
+    TOLD_BY_THE_SYSTEM,
+    Cause,
+    causes,
+    left_early,
+)
 from .loglines import Line, Source, sources
 from .logscan import Scan, scan
 from .run import Run
 from .stable import shortened
 
 MOST_EVIDENCE = 64
-# These compare two ranks: one is the odd one where it alone, of three or more, says so.
-_COMPARES = {"shapes_differ_between_ranks", "collective_mismatch"}
 _EVERY_LOG = (
     "The other ranks' logs. `torchrun -r 3 -t 3 --log-dir logs` keeps one for each; then `ddpkit diagnose logs`."
 )
@@ -79,19 +91,30 @@ def _run_of(what: Run | str | Path) -> Run | None:
 def diagnosis_of(found: Scan) -> Diagnosis:
     """The diagnosis of what was found in logs."""
     possible = causes(found)
-    if not possible:
+    if not possible or possible[0].nearness == BESIDE:
         return _nothing(found)
     best = possible[0]
+    if best.nearness == LOST_ANOTHER and (early := left_early(possible)):
+        best = early
     if best.page is None:
         best = next((c for c in possible if c.page is page("summary_only")), best)
     if best.page is None:
         title = "It failed, and this log does not say of what."
         return Diagnosis(UNKNOWN, title, "", None, _shown(possible), (), "unknown", _EVERY_LOG)
     same = [c for c in possible if c.page is best.page and c.nearness <= max(DIED, best.nearness) and _alike(c, best)]
+    if best.nearness == BESIDE:
+        same = [best]
     rank = _culprit(best, same, found)
     evidence = _shown(same)
-    at = {(e.file, e.line) for e in evidence}
-    followed = [c for c in possible if c.page and c.nearness < SUMMARY and (c.line.file, c.line.number) not in at]
+    at = {(c.line.file, c.line.number) for c in same}
+    followed = [
+        c
+        for c in possible
+        if c.page
+        and c.page is not page("early_exit")
+        and c.nearness != SUMMARY
+        and (c.line.file, c.line.number) not in at
+    ]
     confidence: Confidence = "certain" if best.nearness < DIED and best.nearness != PRINTED_WHY else "likely"
     collect = "" if best.nearness < LOST_ANOTHER else _EVERY_LOG
     if best.page.name == "collective_timeout":
@@ -117,7 +140,8 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
     if not ranks or best.nearness == SUMMARY:
         return _not_labelled(len({(c.line.file, c.line.number) for c in same}), best, found)
     world = found.ranks | {e.rank for _, e in found.ends if e.listed and e.rank is not None}
-    if name in _COMPARES and (len(ranks) > 1 or len(world) < 3):
+    # One is the odd one where it alone, of three or more, says so.
+    if name in COMPARES and (len(ranks) > 1 or len(world) < 3):
         return None
     if len(ranks) == 1:
         return ranks[0]
@@ -125,12 +149,16 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
 
 
 def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:
-    """Who said it `times`, where no line tells its rank: every rank if that is as often as torchrun lists ranks, else the one
-    that torchrun calls the first that failed, or the only one that is said to have ended by itself."""
-    listed = {e.rank for _, e in found.ends if e.listed and e.rank is not None}
-    if times > 1 and listed and best.nearness != SUMMARY:
-        return "every rank" if times >= len(listed) > 1 else None
+    """Who said it `times`, where no line tells its rank: the ranks that torchrun lists, where it was said as often; else the
+    one that torchrun calls the first that failed, or the only one that is said to have ended by itself."""
     told = [e for _, e in found.ends if e.exitcode and e.rank is not None and e.signal not in SENT_BY_LAUNCHER]
+    listed = sorted({e.rank for _, e in found.ends if e.listed and e.rank is not None})
+    if best.page and best.page.name in COMPARES:
+        return None
+    if times > 1 and listed and TOLD_BY_THE_SYSTEM < best.nearness < SUMMARY:
+        if times < len(listed) or len(listed) == 1:
+            return None
+        return "every rank" if listed == list(range(len(listed))) else tuple(listed)
     ranks = {e.rank for e in told if e.root} or {e.rank for e in told if not e.listed}
     return ranks.pop() if len(ranks) == 1 else None
 
@@ -162,6 +190,11 @@ def _sentence(best: Cause, rank: Culprit) -> str:
 
 
 def _nothing(found: Scan) -> Diagnosis:
+    for file, tail in found.tail.items():
+        if tail and tail[-1].text.endswith("^C"):
+            stopped, last = page("ended_from_outside"), tail[-1]
+            evidence = (Found(last.rank, file, last.number, last.text),)
+            return Diagnosis(stopped.name, stopped.title, "", None, evidence, (), "likely", "")
     if not found.cut:
         return _healthy(f"Nothing in {found.lines} lines tells of a failure.")
     file, number = found.cut[-1]

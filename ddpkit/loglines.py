@@ -49,7 +49,7 @@ _PREFIXES = tuple(
     )
 )
 _LABELLED = re.compile(r"^ *(?P<rank>\d{1,4}): ?")
-_SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|^(?:Rank|rank|RANK) (\d+)[:,] ")
+_SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|(?:^|Error: )(?:Rank|rank|RANK) (\d+)[:,] ")
 _DOCKER = re.compile(r'^\{"log":".*"(?:,"(?:stream|time|attrs)":.*)?\}$')
 _OF_A_FILE = re.compile(r"rank[_.=-]?(\d+)(?!\d)|attempt_\d+/(\d+)/(?:std(?:out|err)\.log|error\.json)$")
 
@@ -155,6 +155,10 @@ class Reader:
         # Slurm's `srun -l`: a number and a colon before every line. Few lines with it are somebody's list.
         self._labelled = sum(bool(_LABELLED.match(line)) for line in lines) > 0.5 * len(lines)
         self._docker = bool(lines) and all(_DOCKER.match(line) for line in lines[:3])
+        told = {rank for line in lines if (rank := self._stripped(line)[0]) is not None}
+        # A file that holds the lines of several ranks is not called after the one that wrote it.
+        if told - {self.rank}:
+            self.rank = None
 
     def line(self, number: int, raw: bytes) -> Line:
         """The line of that number, without what was put before it."""

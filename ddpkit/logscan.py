@@ -26,6 +26,7 @@ AFTERMATH = 150
 MOST_ALIKE = 600
 MOST_SHAPES = 20_000
 MOST_HITS = 4_000
+MOST_PROGRESS = 50_000
 TAIL_LINES = 60
 TAIL_BYTES = 1 << 15
 
@@ -50,7 +51,7 @@ _PROGRESS = (
 _COMPLETED = re.compile(
     r"(?i)(?<![-\w])(?:(?:pre-?)?training|fine-?tuning|fit(?:ting)?|run|job|experiment|trainer\.fit|script|evaluation)\b(?!-)"
     r"[^\n]{0,60}?\b(?:completed?|finished|done|succeeded|successful(?:ly)?|reached|stopped: `max)"
-    r"|train_runtime|\bexit(?:ed)?\b.{0,20}\bcode:? 0\b"
+    r"|train_runtime|worker group successfully finished|\bexit(?:ed)?\b.{0,20}\bcode:? 0\b"
     r"|\bphase\b.{0,20}\bSucceeded\b|\b(?:done|finished|completed) (?:training|successfully)"
 )
 _FAILED = re.compile(r"(?i)fail|error|exit(?:ed)?\b.{0,20}\bcode:? [1-9]|killed|cancel")
@@ -182,10 +183,12 @@ class _OneLog:
         line = self._reader.line(number, raw)
         if line.rank is not None and len(self._into.ranks) < 65536:
             self._into.ranks.add(line.rank)
-        if self._take(line, words):
+        attended = bool(self._attends)
+        told = self._take(line, words)
+        if told:
             self._attends = AFTERMATH
-        elif self._attends:
-            self._note_progress(line)
+        if attended:
+            self._note_progress(line, told)
 
     def _take(self, line: Line, words: set[int]) -> bool:
         """Whether the line tells of a failure."""
@@ -213,7 +216,7 @@ class _OneLog:
         if raised is not None and raised.text:
             block = raised.text.lower().encode()
             inside = {word for word, _, _ in self._words.automaton.find_matches_as_indexes(block, overlapping=True)}
-            spanning = [each for word in sorted(inside) for each in self._words.of[word] if "\\n" in each[1].text]
+            spanning = [each for word in sorted(inside) for each in self._words.of[word] if each[1].spans_lines]
             told |= self._match(spanning, raised.text, line, order, True, raised.text)
         if not quoted:
             text = _without_module(line.text.lstrip(), raised)
@@ -236,25 +239,26 @@ class _OneLog:
     ) -> bool:
         told = False
         for page, signature in dict.fromkeys(candidates):
-            if signature.type and not (raised and text.startswith(signature.type)) and "\\n" not in signature.text:
+            if signature.type and not (raised and text.startswith(signature.type)) and not signature.spans_lines:
                 continue
             if signature.where == "torchrun" and not _OF_TORCHRUN.search(block or text):
                 continue
             found = signature.pattern.search(text)
             if found is None:
                 continue
-            told = True
+            told = told or not signature.beside
             if len(self._into.hits) < MOST_HITS:
                 rank = _rank_named(found, line)
                 self._into.hits.append(Hit(line, order, page, signature, rank, raised))
         return told
 
-    def _note_progress(self, line: Line) -> None:
+    def _note_progress(self, line: Line, told: bool) -> None:
+        """Note that the job came to its end; and a step that it has reached, if the line does not tell of a failure."""
         into = self._into
         if _COMPLETED.search(line.text) and not _FAILED.search(line.text):
             into.completed.append((self._order(), line))
-        for pattern in _PROGRESS:
-            if (found := pattern.search(line.text)) and len(into.progress) < 50_000:
+        for pattern in () if told else _PROGRESS:
+            if (found := pattern.search(line.text)) and len(into.progress) < MOST_PROGRESS:
                 into.progress.append((self._order(), line, pattern.pattern, int(found["n"])))
                 return
 

@@ -20,11 +20,11 @@ _FRAME = re.compile(r'^[\s>|]*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in 
 _SHORT = re.compile(r"^(?:File )?(?P<file>/[^\s:]+\.py):(?P<line>\d+)(?:,)? in (?P<function>\S+)")
 # The names of exceptions end in one of these; others are known by the module before them.
 _ENDING = (
-    r"(?:Error|Exception|Interrupt|Exit|Failure|Failed|Timeout|Expired|Quit|Abort|StopIteration|Warning|NotFound|Unavailable"
+    r"(?:Error|Exception|Interrupt|Exit|Failure|Failed|Timeout|Expired|Quit|Abort|Iteration|Warning|NotFound|Unavailable"
     r"|Terminated|Killed|Canceled|Cancelled|Retry|Group)"
 )
 RAISED = re.compile(
-    rf"^(?:\w+(?:\.\w+)*\.)?(?P<type>\w*{_ENDING}|(?<=\.)[A-Z]\w+)(?P<of>\([\w.]+\))?(?:: ?(?P<message>.*)|:?)$"
+    rf"^(?:\w+(?:\.\w+)*\.)?(?P<type>\w+{_ENDING}|Exception|(?<=\.)[A-Z]\w+)(?P<of>\([\w.]+\))?(?:: ?(?P<message>.*)|:?)$"
 )
 _CHAINED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
 # Python prints these and goes on: at an object's end, and where a logger fails.
@@ -165,6 +165,7 @@ class Tracebacks:
     def _end(self, one: _Open, line: Line, named: re.Match[str]) -> Raised | None:
         self._open.remove(one)
         if one.ignored:
+            self._ignored.add(one.writer)
             return None
         message = (named["message"] or "").strip()
         text = "\n".join(one.lines)
