@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .loglines import Line
 
@@ -41,9 +41,9 @@ WORDS = (
 )
 
 _RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
-_EXITCODE = re.compile(r"^\s*exitcode\s*: (-?\d+)\b")
+_EXITCODE = re.compile(r"^\s*exitcode\s*: (-?\d+)\b(?: \(pid: (\d+)\))?")
 _SECTION = re.compile(r"^\s*(Root Cause|Failures|Other Failures)\b.*:")
-_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\)(?: local_rank: (\d+))?")
+_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\)(?: local_rank: (\d+) \(pid: (\d+)\))?")
 _SIGNALS = tuple(
     re.compile(p)
     for p in (
@@ -73,7 +73,8 @@ _NAMES = {
 _CODE = re.compile(
     r"(?:exit(?:ed|s|ing)?|return(?:ed)?|finished|exitCode)\b[^\n]{0,60}?(?:code|status|exitCode)\W{0,4}(?P<code>\d{1,3})\b"
     r"|returned non-zero exit status (?P<status>\d+)|^make: \*\*\* .* Error (?P<made>\d+)|^ExitCode (?P<of_script>\d+)"
-    r"|terminated with code (?P<terminated>\d+)|Received (?P<received>\d+) from exiting process|failed with exit ?code:? (?P<failed>\d+)"
+    r"|terminated with code (?P<terminated>\d+)|Received (?P<received>\d+) from exiting process"
+    r"|failed with exit ?code:? (?P<failed>\d+)"
 )
 _JOB_FAILED = re.compile(
     r"\b[Jj]ob (?:has )?failed\b(?!.* to )|Job \S+ is failed because|BackoffLimitExceeded|^Error: failed to run "
@@ -96,6 +97,7 @@ class End:
     root: bool = False
     listed: bool = False
     by_torchrun: bool = False
+    pid: str = ""
 
 
 class Deaths:
@@ -121,10 +123,10 @@ class Deaths:
         elif rank := _RANK.match(text):
             self._rank = int(rank[1])
         elif code := _EXITCODE.match(text):
-            self._add(line, self._rank, int(code[1]), listed=True, by_torchrun=True)
+            self._add(line, self._rank, int(code[1]), code[2], listed=True, by_torchrun=True)
             return True
         elif failed := _FAILED.search(text):
-            self._add(line, int(failed[2]) if failed[2] else None, int(failed[1]), by_torchrun=True)
+            self._add(line, int(failed[2]) if failed[2] else None, int(failed[1]), failed[3], by_torchrun=True)
             return True
         elif self._forceful and text.strip() == "Killed":
             return False
@@ -141,10 +143,18 @@ class Deaths:
             return True
         return False
 
-    def _add(self, line: Line, rank: int | None, code: int, listed: bool = False, by_torchrun: bool = False) -> None:
+    def _add(
+        self, line: Line, rank: int | None, code: int, pid: str = "", listed: bool = False, by_torchrun: bool = False
+    ) -> None:
         name = _signal_name(-code) if code < 0 else ""
         root = listed and self._section == "Root Cause"
-        self.ends.append(End(line, rank, code, name, root, listed, by_torchrun))
+        self.ends.append(End(line, rank, code, name, root, listed, by_torchrun, pid or ""))
+
+
+def with_ranks(ends: list[tuple[int, End]]) -> list[tuple[int, End]]:
+    """The ends, where torchrun gave a local rank first with the rank that its summary gives to the same process."""
+    ranks = {end.pid: end.rank for _, end in ends if end.listed and end.pid}
+    return [(at, replace(end, rank=ranks.get(end.pid, end.rank))) for at, end in ends]
 
 
 def signal_in(text: str) -> str:

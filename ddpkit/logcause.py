@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,7 +32,15 @@ SENT_BY_LAUNCHER = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 
 # These pass on what another process raised, or how it ended.
 _WRAPPERS = {
-    *("SystemExit", "SignalException", "RayTaskError", "TrainingFailedError", "RayActorError", "ActorDiedError"),
+    *(
+        "SystemExit",
+        "SignalException",
+        "RayTaskError",
+        "TrainingFailedError",
+        "WorkerGroupError",
+        "RayActorError",
+        "ActorDiedError",
+    ),
     *("TuneError", "WorkerCrashedError", "ExecuteUserScriptError", "UserCodeError", "RendezvousGracefulExitError"),
     *("UnexpectedStatusException", "JobSubmissionFailedError", "Error", "Exit"),
 }
@@ -145,20 +152,23 @@ def _ended(found: Scan, over: bool) -> Iterator[Cause]:
     """Ends of processes: a signal, or an exit code of a rank that said nothing else."""
     by_signal = {s.signal: p for p in pages() for s in p.signatures if s.signal}
     spoke = {raised.line.rank for _, raised in found.raised} | {h.rank for h in found.hits if not h.signature.beside}
+    elastic = any(end.by_torchrun for _, end in found.ends)
     for order, end in found.ends:
         if went_on(found, order, end.line):
             continue
+        # Under torchrun a scheduler's task is a whole agent.
+        rank = end.rank if end.by_torchrun or not elastic else None
         first = end.by_torchrun and not end.listed
         if end.signal in SENT_BY_LAUNCHER and (over or not first):
-            yield Cause(SUMMARY, order, page("ended_from_outside"), end.line, end.rank)
+            yield Cause(SUMMARY, order, page("ended_from_outside"), end.line, rank)
         elif end.signal in by_signal:
             # Who finds a peer gone may abort itself.
             nearness = LOST_ANOTHER if end.signal == "SIGABRT" else DIED
-            yield Cause(nearness, order, by_signal[end.signal], end.line, end.rank)
+            yield Cause(nearness, order, by_signal[end.signal], end.line, rank)
         elif first and end.rank is not None and end.rank not in spoke and spoke - {None}:
             yield Cause(DIED, order, page("exit_code"), end.line, end.rank)
         elif end.exitcode:
-            yield Cause(SUMMARY, order, page("summary_only") if end.by_torchrun else None, end.line, end.rank)
+            yield Cause(SUMMARY, order, page("summary_only") if end.by_torchrun else None, end.line, rank)
 
 
 def left_early(possible: list[Cause]) -> Cause | None:
@@ -173,11 +183,13 @@ def left_early(possible: list[Cause]) -> Cause | None:
 
 def went_on(found: Scan, order: int, line: Line) -> bool:
     """Whether the job made progress, or came to its end, after that line: then it was not what ended it."""
-    values: dict[tuple[str, int | None], list[int]] = {}
+    furthest: dict[str, list[int]] = {}
     for at, later, kind, number in found.progress:
-        if at > order and later.file == line.file and line.rank in (None, later.rank):
-            values.setdefault((kind, later.rank), []).append(number)
-    if any(sum(b > a for a, b in itertools.pairwise(each)) >= 2 for each in values.values()):
+        if at > order and later.file == line.file:
+            reached = furthest.setdefault(kind, [number])
+            if number > reached[-1]:
+                reached.append(number)
+    if any(len(reached) > 2 for reached in furthest.values()):
         return True
     last = max((at for at, end in found.ends if end.exitcode), default=-1)
     return any(at > max(order, last) and later.file == line.file for at, later in found.completed)

@@ -96,7 +96,7 @@ def diagnosis_of(found: Scan) -> Diagnosis:
     best = possible[0]
     if best.nearness == LOST_ANOTHER and (early := left_early(possible)):
         best = early
-    if best.page is None:
+    if best.nearness == SUMMARY:
         best = next((c for c in possible if c.page is page("summary_only")), best)
     if best.page is None:
         title = "It failed, and this log does not say of what."
@@ -132,7 +132,7 @@ def _alike(cause: Cause, best: Cause) -> bool:
 
 def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
     name = best.page.name if best.page else ""
-    if name in ENDS_ALL:
+    if name in ENDS_ALL or name == "node_lost":
         return None
     if name in OF_ANOTHER:
         return best.rank if "(?P<rank>" in best.signature.text else None

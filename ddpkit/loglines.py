@@ -36,6 +36,8 @@ _PREFIXES = tuple(
         r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}(?:[ :]+|(?=\[))",
         r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]+ (?P<key>[\w./@-]+(?:\[\d+\])?): ",
         r"\[[ \d]{1,6}\d\.\d{6}\] ",
+        # An error that torchrun logs; a warning keeps its letter.
+        r"E\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+\.py:\d+\] ",
         # torchrun --tee, torch.distributed's own, mpirun, SageMaker.
         r"\[(?:rank|default|trainer|worker)(?P<rank>\d+)\]: ?",
         r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,algo-\d+)?\] ?<std(?:out|err)>: ?",
@@ -50,6 +52,8 @@ _PREFIXES = tuple(
 )
 _LABELLED = re.compile(r"^ *(?P<rank>\d{1,4}): ?")
 _SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|(?:^|Error: )(?:Rank|rank|RANK) (\d+)[:,] ")
+_RAY = re.compile(r"pid=(\d+)\) world_rank=(\d+)")
+_PID = re.compile(r"pid=(\d+)")
 _DOCKER = re.compile(r'^\{"log":".*"(?:,"(?:stream|time|attrs)":.*)?\}$')
 _OF_A_FILE = re.compile(r"rank[_.=-]?(\d+)(?!\d)|attempt_\d+/(\d+)/(?:std(?:out|err)\.log|error\.json)$")
 
@@ -151,6 +155,8 @@ class Reader:
     def __init__(self, source: Source, head: bytes) -> None:
         self.name = source.name
         self.rank = source.rank
+        # Ray Train says once which process is which rank.
+        self._rank_of = {pid: int(rank) for pid, rank in _RAY.findall(head[:HEAD_BYTES].decode("utf-8", "replace"))}
         lines = [line for line in head[:HEAD_BYTES].decode("utf-8", "replace").splitlines() if line.strip()]
         # Slurm's `srun -l`: a number and a colon before every line. Few lines with it are somebody's list.
         self._labelled = sum(bool(_LABELLED.match(line)) for line in lines) > 0.5 * len(lines)
@@ -168,6 +174,8 @@ class Reader:
         if "\x1b" in text or "\x08" in text or "\u200b" in text or "\ufeff" in text:
             text = _ESCAPES.sub("", text)
         rank, key, text = self._stripped(text)
+        if rank is None and self._rank_of and (pid := _PID.search(key)):
+            rank = self._rank_of.get(pid[1])
         if rank is None and (said := _SAYS_RANK.search(text[:200])):
             rank = int(said[1] or said[2])
             key = key or f"rank {rank}"

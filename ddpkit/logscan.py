@@ -45,7 +45,8 @@ _DIGITS = b"0123456789abcdef"
 _PROGRESS = (
     re.compile(r"\b(?P<n>\d+)/\d+ \[(?:\d+:)?\d+:\d+<"),
     re.compile(
-        r"(?i)\b(?:step|iter|iteration|epoch|batch|global_step|num_updates|updates?)s?\b[\"']?\s*[:=\[#/ ]\s*\[?\s*(?P<n>\d+)"
+        r"(?i)\b(?:step|iter|iteration|epoch|batch|global_step|num_updates|update|training result)s?\b[\"']?"
+        r"\s*[:=\[#/ ]\s*\[?\s*(?P<n>\d+)"
     ),
 )
 _COMPLETED = re.compile(
@@ -115,6 +116,7 @@ def scan(logs: list[Source]) -> Scan:
     for source in logs:
         _OneLog(source, found).read()
         found.files += 1
+    found.ends = deaths.with_ranks(found.ends)
     return found
 
 

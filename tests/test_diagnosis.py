@@ -550,22 +550,6 @@ def test_no_other_page_lays_claim_to_it(name: str, said: Said) -> None:
                 assert not any(signature.pattern.search(text) for text in texts), f"{page.name}: {signature.text}"
 
 
-def test_every_text_signature_has_a_line_of_its_own() -> None:
-    for page in pages():
-        said = [s for name, s in REAL if name == page.name]
-        texts = [t for s in said for t in (f"{s.type}: {s.message}" if s.message else s.type, s.stderr, s.torchrun)]
-        texts += [f"{kind}: {text}" for s in said for kind, text in s.chain]
-        texts += [text for _, text in VICTIMS] + ['"exitcode": 1']
-        for signature in page.signatures:
-            if signature.text:
-                assert any(signature.pattern.search(t) for t in texts), f"{page.name}: nothing tests {signature.text}"
-
-
-def test_every_page_but_the_silent_ones_is_reached() -> None:
-    by_verdict = {p.name for p in pages() if any(s.verdict for s in p.signatures)}
-    assert {p.name for p in pages() if p.signatures} == by_verdict | {name for name, _ in REAL}
-
-
 # Who is at fault, and who is not.
 
 
