@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any, Literal
 
-PAGE = "page.md"
+PAGE, LAB = "page.md", "lab.toml"
 FENCE = "+++"
 PLACES = ("failure", "stderr", "torchrun", "log")
 
@@ -73,24 +73,39 @@ class Signature:
 
 @dataclass(frozen=True, repr=False)
 class Page:
-    """One failure: `text` is its page in Markdown, `seen_with` where its message was met ("documentation": nowhere here)."""
+    """One failure: `text` is its page in Markdown, `seen_with` where its message was met ("documentation": nowhere here).
+
+    `labs` are the programs that show it, and `notebook` the one that teaches it; () and "" where there is none.
+    """
 
     name: str
     title: str
     seen_with: str
     signatures: tuple[Signature, ...]
     text: str
+    notebook: str = ""
+    labs: tuple[str, ...] = ()
+
+    @property
+    def links(self) -> str:
+        """Where to see it happen: its labs and its notebook; "" where there are none."""
+        labs = ", ".join(f'`FixBench("{name}")`' for name in self.labs)
+        parts = [f"Break it and mend it: {labs}."] if labs else []
+        return " ".join([*parts, *([f"Notebook: `notebooks/{self.notebook}.ipynb`."] if self.notebook else [])])
 
     @property
     def markdown(self) -> str:
-        """The whole page, with its title and where it was seen."""
-        return f"# {self.title}\n\n`{self.name}` · seen with: {self.seen_with}\n\n{self.text}"
+        """The whole page, with its title, where it was seen, and where to see it happen."""
+        return (
+            f"# {self.title}\n\n`{self.name}` · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip()
+            + "\n"
+        )
 
     def _repr_markdown_(self) -> str:
         return self.markdown
 
     def __repr__(self) -> str:
-        return f"{self.title}\n{self.name} · seen with: {self.seen_with}\n\n{self.text}"
+        return f"{self.title}\n{self.name} · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip() + "\n"
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,8 +158,14 @@ def pages() -> tuple[Page, ...]:
 
 def read_pages(folder: Traversable) -> tuple[Page, ...]:
     """The pages of the failures in `folder`: each folder below it is one failure. See `pages`."""
-    failures = sorted((f for f in folder.iterdir() if f.joinpath(PAGE).is_file()), key=lambda f: f.name)
-    return tuple(parse(f.name, f.joinpath(PAGE).read_text(encoding="utf-8")) for f in failures)
+    folders = sorted(folder.iterdir(), key=lambda f: f.name)
+    labs: dict[str, list[str]] = {}
+    for each in folders:
+        if each.joinpath(LAB).is_file():
+            told = tomllib.loads(each.joinpath(LAB).read_text(encoding="utf-8"))
+            labs.setdefault(told.get("page", each.name), []).append(each.name)
+    found = [parse(f.name, f.joinpath(PAGE).read_text(encoding="utf-8")) for f in folders if f.joinpath(PAGE).is_file()]
+    return tuple(replace(page, labs=tuple(labs.get(page.name, ()))) for page in found)
 
 
 def parse(name: str, source: str) -> Page:
@@ -161,7 +182,7 @@ def parse(name: str, source: str) -> Page:
         found = tomllib.loads(head)
     except tomllib.TOMLDecodeError as error:
         raise _bad(name, f"its front matter is no TOML: {error}.") from None
-    _check_keys(name, "front matter", found, ("title", "seen_with", "signatures", "silent", "notebook", "needs"))
+    _check_keys(name, "front matter", found, ("title", "seen_with", "signatures", "silent", "notebook"))
     for key in ("title", "seen_with"):
         if not isinstance(found.get(key), str) or not found[key].strip():
             raise _bad(name, f"key `{key}` must be a text, but is {found.get(key)!r}.")
@@ -176,7 +197,10 @@ def parse(name: str, source: str) -> Page:
     if not text.strip():
         raise _bad(name, "there is nothing below the front matter.")
     signatures = tuple(_signature(name, i, table) for i, table in enumerate(tables, 1))
-    return Page(name, found["title"], found["seen_with"], signatures, text.strip() + "\n")
+    notebook = found.get("notebook", "")
+    if not isinstance(notebook, str):
+        raise _bad(name, f"key `notebook` must be a text, but is {notebook!r}.")
+    return Page(name, found["title"], found["seen_with"], signatures, text.strip() + "\n", notebook)
 
 
 def _signature(name: str, number: int, table: dict[str, Any]) -> Signature:

@@ -112,7 +112,7 @@ def _print_page(console: Console, page: Page) -> None:
 
     console.print(page.title, style="bold")
     console.print(f"{page.name} · seen with: {page.seen_with}\n", style="dim")
-    console.print(Markdown(page.text))
+    console.print(Markdown(f"{page.text}\n{page.links}"))
 
 
 def _print_contents(console: Console, contents: Contents) -> None:

@@ -13,10 +13,10 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from .catalog import BadPage, NoSuchPage
+from .catalog import LAB, BadPage, NoSuchPage
 from .errors import LaunchError
 
-PROGRAM, LAB, RECORDED = "broken.py", "lab.toml", "recorded.zip"
+PROGRAM, RECORDED = "broken.py", "recorded.zip"
 EXPECTED = ("fails", "hangs", "silent")
 KINDS = ("cure", "costly", "decoy")
 # How a decoy ends: as a failed job, as one that hangs, or as one that passes and is wrong.

@@ -46,6 +46,18 @@ def test_every_folder_holds_a_page_or_a_lab_that_names_one() -> None:
         assert each.name in named or (runnable[each.name].page or each.name) in named, each.name
 
 
+def test_a_page_links_its_labs_and_its_notebook() -> None:
+    notebooks = {p.stem for p in (Path(ddpkit.__file__).parents[1] / "notebooks").glob("*.ipynb")}
+    for each in pages():
+        assert each.labs == tuple(sorted(one.name for one in labs() if (one.page or one.name) == each.name))
+        assert not each.notebook or each.notebook in notebooks, each.name
+        for shown in (str(each), each.markdown):
+            assert each.links in shown
+    shown = page("unused_parameters").markdown
+    assert 'FixBench("branch_by_rank")' in shown and "notebooks/02_reduction_error.ipynb" in shown
+    assert page("gpu_xid").links == ""
+
+
 def test_no_two_pages_share_a_signature_or_a_title() -> None:
     everything = [s for p in pages() for s in p.signatures]
     assert [s for s, number in Counter(everything).items() if number > 1] == []

@@ -106,7 +106,11 @@ def test_every_signature_has_a_recorded_or_a_documented_message() -> None:
         said = [s for name, s in REAL if name == each.name]
         texts = [t for s in said for t in (f"{s.type}: {s.message}" if s.message else s.type, s.stderr, s.torchrun)]
         texts += [f"{kind}: {text}" for s in said for kind, text in s.chain]
-        texts += [text for _, text in VICTIMS] + ['"exitcode": 1'] + [m["text"] for m in DOCUMENTED if m["page"] == each.name]
+        texts += (
+            [text for _, text in VICTIMS]
+            + ['"exitcode": 1']
+            + [m["text"] for m in DOCUMENTED if m["page"] == each.name]
+        )
         texts += [re.sub(r"^(?:\w+\.)+(?=\w+: )", "", text) for text in texts]
         for signature in each.signatures:
             if signature.text:
