@@ -109,39 +109,35 @@ def gpus(told: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Ch
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     limit = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     if problem := driver_problem():
-        yield Check(
-            "driver",
-            problem,
-            "problem",
-            "Reboot, or reload the driver's modules: kernel and library must be of one version.",
-        )
+        advice = "Reboot, or reload the driver's modules: kernel and library must be of one version."
+        yield Check("driver", problem, "problem", advice)
     elif known:
         yield Check("driver", driver_version())
     if not known and not seen["names"]:
-        level: Level = "problem" if told.get("cuda") and not problem else "note"
-        advice = "This torch is built for CUDA: install the driver, or the CPU build." if level == "problem" else ""
-        yield Check(
-            "GPUs", f"none{limit}: jobs run with gloo on the CPU", level, advice or "Nothing, if that is meant."
+        advice = (
+            "This torch is built for CUDA: install the driver, or the CPU build of torch." if told.get("cuda") else ""
         )
+        yield Check("GPUs", f"none{limit}: jobs run with gloo on the CPU", "problem" if advice else "ok", advice)
         return
-    names = ", ".join(dict.fromkeys(g.name for g in known)) or ", ".join(dict.fromkeys(seen["names"]))
+    names = ", ".join(dict.fromkeys([g.name for g in known] or seen["names"]))
     found = f"{len(known)} known to the driver ({names}), {len(seen['names'])} usable by torch{limit}"
     if seen["error"]:
-        yield Check(
-            "GPUs", f"{found}: {seen['error']}", "problem", "See `ddpkit explain driver_mismatch` and `invalid_device`."
-        )
+        advice = "See `ddpkit explain driver_mismatch` and `ddpkit explain invalid_device`."
+        yield Check("GPUs", f"{found}: {seen['error']}", "problem", advice)
     elif not seen["names"] and told.get("torch"):
         yield Check("GPUs", found, "problem", "Install the CUDA build of torch, or unset CUDA_VISIBLE_DEVICES.")
     else:
         yield Check("GPUs", found)
     yield from _architectures(told, seen)
     if len(known) > 1:
-        yield Check("links", links())
-        if seen["without_peer_access"]:
-            pairs = ", ".join(f"{a}-{b}" for b, a in seen["without_peer_access"])
-            yield Check(
-                "peer access", f"none between GPUs {pairs}", "note", "NCCL goes through the host there: slower."
-            )
+        yield from _joined(seen)
+
+
+def _joined(seen: Mapping[str, Any]) -> Iterator[Check]:
+    yield Check("links", links())
+    if seen["without_peer_access"]:
+        pairs = ", ".join(f"{a}-{b}" for b, a in seen["without_peer_access"])
+        yield Check("peer access", f"none between GPUs {pairs}", "note", "NCCL goes through the host there: slower.")
 
 
 def _architectures(told: Mapping[str, Any], seen: Mapping[str, Any]) -> Iterator[Check]:
@@ -180,9 +176,10 @@ def open_files() -> Check:
     found = f"{_limit(soft)} for this shell, at most {_limit(hard)}"
     if soft == resource.RLIM_INFINITY or soft >= FEW_FILES:
         return Check("open files", found)
-    advice = (
-        f"`ulimit -n {hard if 0 < hard < 65536 else 65536}` before the job. See `ddpkit explain too_many_open_files`."
-    )
+    advice = f"`ulimit -n {hard if 0 < hard < 65536 else 65536}` before the job."
+    if FEW_FILES > hard > 0:
+        advice = "Raise the limit itself: `docker run --ulimit nofile=65536`, or LimitNOFILE= of the service."
+    advice += " See `ddpkit explain too_many_open_files`."
     return Check("open files", found, "problem" if soft < 1024 else "note", advice)
 
 
@@ -327,16 +324,14 @@ def debug_detail(told: Mapping[str, Any]) -> Check:
     """Whether TORCH_DISTRIBUTED_DEBUG=DETAIL can be used with this build."""
     name = "DEBUG=DETAIL"
     if "torch" not in told:
-        return Check(name, "not tried: there is no torch", "note")
+        return Check(name, "not tried: there is no torch", "note", "Install torch first.")
     ended = probe("detail")
     code = ended.get("returncode")
     if code == 0:
         return Check(name, "a DDP step survives TORCH_DISTRIBUTED_DEBUG=DETAIL")
     if code is None or code > 0:
-        why = ended.get("error", "")
-        return Check(
-            name, f"cannot be told, no process group comes up here: {why[:120]}", "note", "Mend the network first."
-        )
+        why = f"no process group comes up here: {ended.get('error', '')[:120]}"
+        return Check(name, f"cannot be told, {why}", "note", "Mend the network first.")
     advice = "Use TORCH_DISTRIBUTED_DEBUG=INFO: with DETAIL every job that builds DDP dies on this build."
     return Check(name, f"kills a job that builds DDP (signal {-code})", "note", advice)
 

@@ -1,0 +1,198 @@
+"""`ddpkit doctor` on this machine and on broken ones: each fault that is put in is told, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddpkit
+from ddpkit import checks, machine
+from ddpkit.checks import Check
+from ddpkit.examination import Report
+
+DDPKIT = str(Path(sys.executable).with_name("ddpkit"))
+CLEAN = {
+    k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_"))
+}
+
+
+def may(*words: str) -> bool:
+    """Whether this machine lets the test do so: a container often forbids new namespaces and mounts."""
+    try:
+        return subprocess.run([*words, "true"], capture_output=True, timeout=20, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def examined(*before: str, env: Mapping[str, str] | None = None) -> tuple[int, dict[str, Check]]:
+    """The exit code and the lines, by name, of a doctor that is started by the words of `before`."""
+    words = [*before, DDPKIT, "doctor", "--json"]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=180, env={**CLEAN, **(env or {})}, check=False)
+    assert ran.stdout, ran.stderr
+    found = [Check(**each) for each in json.loads(ran.stdout)["checks"]]
+    return ran.returncode, {each.name: each for each in found}
+
+
+@pytest.fixture(scope="module")
+def healthy() -> tuple[int, dict[str, Check]]:
+    return examined()
+
+
+def problems(lines: Mapping[str, Check]) -> set[str]:
+    return {name for name, each in lines.items() if each.level == "problem"}
+
+
+def test_this_machine(healthy: tuple[int, dict[str, Check]]) -> None:
+    import torch
+
+    code, lines = healthy
+    assert torch.__version__ in lines["torch"].found and "gloo" in lines["backends"].found
+    assert lines["python"].found.startswith(sys.version.split()[0])
+    names = {"GPUs", "/dev/shm", "open files", "processes", "memory", "cores", "interfaces", "host name", "ports"}
+    assert names <= set(lines) and {"kernel log", "DEBUG=DETAIL", "variables"} <= set(lines)
+    assert code == (1 if problems(lines) else 0)
+    for each in lines.values():
+        assert each.found and (each.advice or each.level == "ok"), each
+        assert not each.advice or each.advice.endswith((".", "`")), each
+
+
+def test_detail_is_told_as_it_is(healthy: tuple[int, dict[str, Check]]) -> None:
+    """The same step once more, by plain python."""
+    program = """
+import torch, torch.distributed as dist, tempfile
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))(torch.ones(1, 2)).sum().backward()
+dist.destroy_process_group()
+"""
+    env = {**CLEAN, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    died = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=120, env=env, check=False
+    ).returncode
+    line = healthy[1]["DEBUG=DETAIL"]
+    assert ("survives" in line.found, line.level == "ok") == (died == 0, died == 0), (died, line)
+    assert died == 0 or f"signal {-died}" in line.found
+
+
+@pytest.mark.skipif(not may("unshare", "-n"), reason="no network namespace may be made here")
+def test_a_network_without_loopback() -> None:
+    code, lines = examined("unshare", "-n")
+    assert code == 1 and {"interfaces", "ports"} <= problems(lines) <= {"interfaces", "ports", "host name"}
+    assert lines["interfaces"].found.endswith("no loopback") and "ip link set lo up" in lines["interfaces"].advice
+
+
+@pytest.mark.skipif(not may("unshare", "-m"), reason="no mount namespace may be made here")
+def test_a_tiny_shared_memory(healthy: tuple[int, dict[str, Check]]) -> None:
+    code, lines = examined("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh")
+    assert code == 1 and problems(lines) == problems(healthy[1]) | {"/dev/shm"}
+    assert lines["/dev/shm"].found == "64 MiB, 64 MiB free" and "--shm-size" in lines["/dev/shm"].advice
+
+
+def test_few_open_files(healthy: tuple[int, dict[str, Check]]) -> None:
+    code, lines = examined("sh", "-c", 'ulimit -n 256 && exec "$@"', "sh")
+    assert code == 1 and problems(lines) == problems(healthy[1]) | {"open files"}
+    assert lines["open files"].found.startswith("256 ") and "nofile" in lines["open files"].advice
+
+
+def test_stale_variables(healthy: tuple[int, dict[str, Check]]) -> None:
+    stale = {
+        "NCCL_TREE_THRESHOLD": "0",
+        "NCCL_ASYNC_ERROR_HANDLING": "1",
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NCCL_P2P_DISABLE": "0",
+    }
+    code, lines = examined(env=stale)
+    assert code == healthy[0] and problems(lines) == problems(healthy[1])
+    assert "reads it no more" in lines["NCCL_TREE_THRESHOLD"].found
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in lines["NCCL_ASYNC_ERROR_HANDLING"].found
+    assert lines["CUDA_LAUNCH_BLOCKING"].level == "note"
+    assert "NCCL_P2P_DISABLE" not in lines and "variables" not in lines
+
+
+def test_what_is_left_of_another_job_breaks_the_next(healthy: tuple[int, dict[str, Check]]) -> None:
+    code, lines = examined(env={"RANK": "3", "WORLD_SIZE": "8", "GLOO_SOCKET_IFNAME": "eth77"})
+    assert code == 1 and problems(lines) == problems(healthy[1]) | {"RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"}
+    assert "no such interface" in lines["GLOO_SOCKET_IFNAME"].found
+    assert "RANK" not in examined(env={"RANK": "3", "TORCHELASTIC_RUN_ID": "x"})[1]
+
+
+def test_a_torch_that_cannot_be_imported_is_one_problem(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise ImportError('libcudart.so.12: cannot open shared object file')"
+    )
+    code, lines = examined(env={"PYTHONPATH": str(tmp_path)})
+    assert code == 1 and lines["torch"].level == "problem" and "libcudart.so.12" in lines["torch"].found
+
+
+def test_the_kernels_log_is_read_for_what_the_catalog_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for line, level, page in [
+        (
+            "[4.120001] NVRM: Xid (PCI:0000:41:00): 79, pid=41, GPU has fallen off the bus.",
+            "problem",
+            "gpu_off_the_bus",
+        ),
+        (
+            "[4.120001] NVRM: Xid (PCI:0000:41:00): 48, pid=41, An uncorrectable double bit error",
+            "problem",
+            "gpu_memory_error",
+        ),
+        ("[4.120001] Out of memory: Killed process 41 (python) total-vm:1kB", "note", "oom_killer"),
+        ("[4.120001] eth0: link up", "ok", ""),
+    ]:
+        program = tmp_path / "dmesg"
+        program.write_text(f"#!/bin/sh\necho '{line}'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        found = checks.kernel_log()
+        assert found.level == level and page in found.advice, found
+
+
+GPU = machine.Gpu(0, "GPU-1", "NVIDIA H200")
+TOLD: dict[str, Any] = {"torch": "2.13.0", "cuda": "12.6", "hip": None, "backends": ["gloo", "nccl"], "nccl": "2.27.3"}
+SEEN = {"names": ["NVIDIA H200"], "capabilities": ["9.0"], "without_peer_access": [], "error": ""}
+
+
+@pytest.mark.parametrize(
+    ("known", "seen", "problem", "name", "words"),
+    [
+        ([GPU], SEEN, "", "GPUs", "1 known to the driver (NVIDIA H200), 1 usable by torch"),
+        ([], {**SEEN, "names": []}, "", "GPUs", "none: jobs run with gloo"),
+        ([GPU], {**SEEN, "names": []}, "", "GPUs", "0 usable by torch"),
+        ([GPU], {**SEEN, "names": [], "error": "CUDA unknown error"}, "", "GPUs", "CUDA unknown error"),
+        ([], {**SEEN, "names": []}, "Driver/library version mismatch", "driver", "Driver/library version mismatch"),
+        ([GPU], {**SEEN, "capabilities": ["12.0"]}, "", "kernels", "none for sm_120"),
+    ],
+)
+def test_a_gpu_machine_is_told_by_what_driver_and_torch_say(
+    monkeypatch: pytest.MonkeyPatch, known: list[machine.Gpu], seen: dict[str, Any], problem: str, name: str, words: str
+) -> None:
+    """No GPU is here: the answers of the driver and of torch are given, and what is made of them is looked at."""
+    monkeypatch.setattr(checks, "all_gpus", lambda: known)
+    monkeypatch.setattr(checks, "driver_problem", lambda: problem)
+    monkeypatch.setattr(checks, "driver_version", lambda: "550.54, serves CUDA up to 12.4")
+    told = {**TOLD, "gpus": seen, "architectures": ["sm_80", "sm_90"]}
+    lines = {each.name: each for each in checks.gpus(told, {})}
+    assert words in lines[name].found, lines
+    assert (lines[name].level == "problem") == (words != "1 known to the driver (NVIDIA H200), 1 usable by torch")
+
+
+def test_the_report_is_text_html_and_json() -> None:
+    lines = (Check("torch", "2.13.0"), Check("/dev/shm", "64 MiB <b>", "problem", "Give it more."))
+    report = Report(lines)
+    assert str(report).splitlines()[-1] == "1 would break a job: /dev/shm." and "-> Give it more." in str(report)
+    assert "<b>" not in report._repr_html_().replace("<b>torch</b>", "").replace("<b>/dev/shm</b>", "")
+    assert json.loads(report.json())["problems"] == 1
+    assert str(Report(lines[:1])).endswith("Nothing here would break a job.")
+
+
+def test_the_doctor_is_a_function_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "probe", lambda *_: {"error": "no torch", "returncode": 1})
+    report = ddpkit.doctor({})
+    assert isinstance(report, Report) and report.problems[0].name == "torch"
