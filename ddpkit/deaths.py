@@ -8,8 +8,16 @@ from dataclasses import dataclass, replace
 
 from .loglines import Line
 
-# Words of which one stands in every line that is read here, in lower case.
+# Words of which one stands in every line that is read here, in lower case (of ASCII).
 WORDS = (
+    "已杀死",
+    "段错误",
+    "总线错误",
+    "已放弃",
+    "getötet",
+    "speicherzugriffsfehler",
+    "processus arrêté",
+    "erreur de segmentation",
     "exitcode",
     "exit code",
     "exit status",
@@ -62,6 +70,17 @@ _SIGNALS = tuple(
         r"task \d+: (?P<words>Segmentation fault|Bus error|Aborted|Killed|Illegal instruction)",
     )
 )
+# What a shell says in the languages of many clusters.
+_ABROAD = {
+    "已杀死": "SIGKILL",
+    "段错误": "SIGSEGV",
+    "总线错误": "SIGBUS",
+    "已放弃": "SIGABRT",
+    "Getötet": "SIGKILL",
+    "Speicherzugriffsfehler": "SIGSEGV",
+    "Processus arrêté": "SIGKILL",
+    "Erreur de segmentation": "SIGSEGV",
+}
 _NAMES = {
     "Segmentation fault": "SIGSEGV",
     "Bus error": "SIGBUS",
@@ -159,6 +178,9 @@ def with_ranks(ends: list[tuple[int, End]]) -> list[tuple[int, End]]:
 
 def signal_in(text: str) -> str:
     """The signal that `text` says a process died of, "" for none."""
+    for words, name in _ABROAD.items():
+        if words in text:
+            return name
     for pattern in _SIGNALS:
         if found := pattern.search(text):
             told = found.groupdict()

@@ -45,7 +45,14 @@ _WRAPPERS = {
     *("UnexpectedStatusException", "JobSubmissionFailedError", "Error", "Exit"),
 }
 _OF_LAUNCHERS = {"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"}
-_BY_ANOTHER = {"BrokenPipeError", "ConnectionResetError", "ConnectionAbortedError", "EOFError", "CancelledError"}
+_BY_ANOTHER = {
+    "BrokenPipeError",
+    "ConnectionResetError",
+    "ConnectionAbortedError",
+    "EOFError",
+    "CancelledError",
+    "Empty",
+}
 
 _ENDED_BY_IT = re.compile(r"signal: Terminated|SIGTERM")
 _WARNS = re.compile(r"^\[W\d* ?|\bWARN(?:ING)?\b(?<!NCCL WARN)|\bUserWarning\b|^W\d{4} |^W /|: W /")

@@ -19,6 +19,7 @@ CHUNK_BYTES = 1 << 20
 # Enough to see how a file's lines begin.
 HEAD_BYTES = 1 << 16
 LONGEST_LINE = 20_000
+MOST_IN_JSON = 300
 KINDS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json")
 
 _ESCAPES = re.compile(
@@ -40,6 +41,7 @@ _PREFIXES = tuple(
         r"E\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+\.py:\d+\] ",
         # torchrun --tee, torch.distributed's own, mpirun, SageMaker.
         r"\[(?:rank|default|trainer|worker)(?P<rank>\d+)\]: ?",
+        r"\[(?P<rank>\d{1,4})\](?:<std(?:out|err)>: ?| (?=\[\d{4}-))",
         r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,algo-\d+)?\] ?<std(?:out|err)>: ?",
         r"\[[Rr][Aa][Nn][Kk][ :=]*(?P<rank>\d+)\]:? ?",
         # Ray, docker compose, kubectl --prefix, stern, DeepSpeed over pdsh.
@@ -54,7 +56,21 @@ _LABELLED = re.compile(r"^ *(?P<rank>\d{1,4}): ?")
 _SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|(?:^|Error: )(?:Rank|rank|RANK) (\d+)[:,] ")
 _RAY = re.compile(r"pid=(\d+)\) world_rank=(\d+)")
 _PID = re.compile(r"pid=(\d+)")
-_DOCKER = re.compile(r'^\{"log":".*"(?:,"(?:stream|time|attrs)":.*)?\}$')
+# Where collectors of logs that write JSON put the line, what followed it, and the rank.
+_TEXTS = (
+    "log",
+    "message",
+    "msg",
+    "data",
+    "textPayload",
+    "text",
+    "MESSAGE",
+    "exc_info",
+    "exception",
+    "traceback",
+    "stack",
+)
+_RANKS = ("rank", "global_rank", "process_index")
 _OF_A_FILE = re.compile(r"rank[_.=-]?(\d+)(?!\d)|attempt_\d+/(\d+)/(?:std(?:out|err)\.log|error\.json)$")
 
 
@@ -149,6 +165,19 @@ def chunks(source: Source) -> Iterator[bytes]:
             yield rest
 
 
+def _of_json(text: str) -> tuple[int | None, list[str]] | None:
+    """The rank and the texts of a line that is an object of JSON; None where it is none."""
+    if not text.startswith("{"):
+        return None
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return None
+    texts = [told[name] for name in _TEXTS if isinstance(told.get(name), str)]
+    rank = next((told[name] for name in _RANKS if isinstance(told.get(name), int)), None)
+    return (rank, texts) if texts else None
+
+
 class Reader:
     """Turns the bytes of one log's lines into `Line`s."""
 
@@ -160,17 +189,25 @@ class Reader:
         lines = [line for line in head[:HEAD_BYTES].decode("utf-8", "replace").splitlines() if line.strip()]
         # Slurm's `srun -l`: a number and a colon before every line. Few lines with it are somebody's list.
         self._labelled = sum(bool(_LABELLED.match(line)) for line in lines) > 0.5 * len(lines)
-        self._docker = bool(lines) and all(_DOCKER.match(line) for line in lines[:3])
+        self._json = bool(lines) and all(_of_json(line) for line in lines[:3])
         told = {rank for line in lines if (rank := self._stripped(line)[0]) is not None}
         # A file that holds the lines of several ranks is not called after the one that wrote it.
         if told - {self.rank}:
             self.rank = None
 
-    def line(self, number: int, raw: bytes) -> Line:
-        """The line of that number, without what was put before it."""
+    def lines(self, number: int, raw: bytes) -> Iterator[Line]:
+        """The line of that number, without what was put before it; a line of JSON may hold several."""
         text = raw[:LONGEST_LINE].decode("utf-8", "replace").rstrip()
-        if self._docker and _DOCKER.match(text):
-            text = str(json.loads(text)["log"]).rstrip()
+        told = _of_json(text) if self._json else None
+        if told is None:
+            yield self._line(number, text)
+            return
+        rank, texts = told
+        for each in "\n".join(texts).split("\n")[:MOST_IN_JSON]:
+            line = self._line(number, each.rstrip())
+            yield line if line.rank is not None or rank is None else line._replace(rank=rank)
+
+    def _line(self, number: int, text: str) -> Line:
         if "\x1b" in text or "\x08" in text or "\u200b" in text or "\ufeff" in text:
             text = _ESCAPES.sub("", text)
         rank, key, text = self._stripped(text)

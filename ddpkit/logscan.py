@@ -27,6 +27,7 @@ MOST_ALIKE = 600
 MOST_SHAPES = 20_000
 MOST_HITS = 4_000
 MOST_PROGRESS = 50_000
+MOST_RANKS = 65_536
 TAIL_LINES = 60
 TAIL_BYTES = 1 << 15
 
@@ -182,15 +183,15 @@ class _OneLog:
         if not low.strip() or not (words or self._attends):
             return
         assert self._reader is not None
-        line = self._reader.line(number, raw)
-        if line.rank is not None and len(self._into.ranks) < 65536:
-            self._into.ranks.add(line.rank)
-        attended = bool(self._attends)
-        told = self._take(line, words)
-        if told:
-            self._attends = AFTERMATH
-        if attended:
-            self._note_progress(line, told)
+        for line in self._reader.lines(number, raw):
+            if line.rank is not None and len(self._into.ranks) < MOST_RANKS:
+                self._into.ranks.add(line.rank)
+            attended = bool(self._attends)
+            told = self._take(line, words)
+            if told:
+                self._attends = AFTERMATH
+            if attended:
+                self._note_progress(line, told)
 
     def _take(self, line: Line, words: set[int]) -> bool:
         """Whether the line tells of a failure."""
@@ -214,6 +215,9 @@ class _OneLog:
         if words & self._words.deadly and not quoted and self._deaths.feed(line):
             into.ends.append((order, self._deaths.ends.pop()))
             told = True
+        if raised is not None and raised.type == "EOFError" and "multiprocessing/spawn" in raised.text:
+            # The child of a process that failed while it sent itself over.
+            words = set()
         candidates = [each for word in sorted(words) for each in self._words.of[word]]
         if raised is not None and raised.text:
             block = raised.text.lower().encode()
@@ -275,7 +279,7 @@ class _OneLog:
         rows = last.splitlines()[-TAIL_LINES:]
         tail: deque[Line] = deque(maxlen=TAIL_LINES)
         for back, raw in enumerate(reversed(rows)):
-            tail.appendleft(self._reader.line(max(1, number - back), raw))
+            tail.extendleft(reversed(list(self._reader.lines(max(1, number - back), raw))))
         self._into.tail[self._source.name] = tuple(tail)
 
 
