@@ -56,6 +56,9 @@ _BY_ANOTHER = {
 
 _ENDED_BY_IT = re.compile(r"signal: Terminated|SIGTERM")
 _WARNS = re.compile(r"^\[W\d* ?|\bWARN(?:ING)?\b(?<!NCCL WARN)|\bUserWarning\b|^W\d{4} |^W /|: W /")
+_DEALT_WITH = re.compile(
+    r"(?i)\b(going on|continu(e|ing)|try(ing)? again|retry(ing)?|skipp(ed|ing)|ignor(ed|ing)|falling back)\b"
+)
 _ALARM = re.compile(
     r"(?i)\b(error|fatal|failed|failure|terminate|assertion|abort\w*|cannot|could ?n[o']t|NCCL WARN|timed out)\b"
     r"|\[E\d* |what\(\):|watchdog"
@@ -106,6 +109,8 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
         elif hit.page.name != "time_limit" and not hit.signature.beside and went_on(found, hit.order, hit.line):
             continue
         if not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not _alarms(hit.line.text):
+            continue
+        if nearness == PRINTED_WHY and _DEALT_WITH.search(hit.line.text):
             continue
         if over is not None and (hit.order > over or _ENDED_BY_IT.search(hit.line.text)):
             nearness = max(nearness, LOST_ANOTHER)
@@ -172,7 +177,7 @@ def _ended(found: Scan, over: bool) -> Iterator[Cause]:
             # Who finds a peer gone may abort itself.
             nearness = LOST_ANOTHER if end.signal == "SIGABRT" else DIED
             yield Cause(nearness, order, by_signal[end.signal], end.line, rank)
-        elif first and end.rank is not None and end.rank not in spoke and spoke - {None}:
+        elif first and end.rank is not None and end.rank not in spoke and (spoke - {None} or end.exitcode > 2):
             yield Cause(DIED, order, page("exit_code"), end.line, end.rank)
         elif end.exitcode:
             yield Cause(SUMMARY, order, page("summary_only") if end.by_torchrun else None, end.line, rank)
@@ -209,7 +214,7 @@ def _at_the_end(found: Scan, hit: Hit) -> bool:
 
 def _alarms(text: str) -> bool:
     """Whether a printed line speaks of an error rather than warns."""
-    return not _WARNS.search(text) and bool(_ALARM.search(text))
+    return not _WARNS.search(text) and not _DEALT_WITH.search(text) and bool(_ALARM.search(text))
 
 
 def _passed_on(raised: Raised) -> bool:

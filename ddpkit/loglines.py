@@ -188,7 +188,7 @@ class Reader:
         self._rank_of = {pid: int(rank) for pid, rank in _RAY.findall(head[:HEAD_BYTES].decode("utf-8", "replace"))}
         lines = [line for line in head[:HEAD_BYTES].decode("utf-8", "replace").splitlines() if line.strip()]
         # Slurm's `srun -l`: a number and a colon before every line. Few lines with it are somebody's list.
-        self._labelled = sum(bool(_LABELLED.match(line)) for line in lines) > 0.5 * len(lines)
+        self._labelled = sum(bool(_LABELLED.match(line)) for line in lines) > 0.3 * len(lines)
         self._json = bool(lines) and all(_of_json(line) for line in lines[:3])
         told = {rank for line in lines if (rank := self._stripped(line)[0]) is not None}
         # A file that holds the lines of several ranks is not called after the one that wrote it.

@@ -25,6 +25,8 @@ AFTERMATH = 150
 # Of lines that differ in their digits alone so many are read.
 MOST_ALIKE = 600
 MOST_SHAPES = 20_000
+# One telling word in so many bytes, or more: it pays to go line by line.
+DENSE_BYTES = 400
 MOST_HITS = 4_000
 MOST_PROGRESS = 50_000
 MOST_RANKS = 65_536
@@ -140,7 +142,7 @@ class _OneLog:
             number += chunk.count(b"\n")
             last = (last + chunk)[-TAIL_BYTES:]
         self._into.lines += number - 1 + (not last.endswith(b"\n") and bool(last))
-        self._into.cut += [(self._source.name, at) for at in self._tracebacks.cut()]
+        self._into.cut += [(self._source.name, at) for at in self._tracebacks.cut(number)]
         self._read_tail(last, number - 1)
 
     def _read_chunk(self, chunk: bytes, number: int) -> None:
@@ -150,6 +152,9 @@ class _OneLog:
         """
         low = chunk.lower().replace(b"\r", b"\n")
         starts = [start for _, start, _ in self._words.automaton.find_matches_as_indexes(low)]
+        if len(starts) > len(low) // DENSE_BYTES and b"\r" not in chunk:
+            self._read_dense(chunk, low, number)
+            return
         starts.append(len(low))
         at = index = 0
         while at < len(low):
@@ -168,6 +173,17 @@ class _OneLog:
                 self._look(number, chunk[at:end], low[at:end])
             number += chunk[end : end + 1] == b"\n"
             at = end + 1
+
+    def _read_dense(self, chunk: bytes, low: bytes, number: int) -> None:
+        """Where nearly every line holds a word: all of them in turn, by their shapes alone as long as many are alike."""
+        shapes = low.translate(None, _DIGITS).split(b"\n")
+        for at, (shape, raw) in enumerate(zip(shapes, chunk.split(b"\n"), strict=True)):
+            if self._attends or self._alike.get(shape, 0) < MOST_ALIKE:
+                self._alike[shape] += 1
+                self._attends = max(0, self._attends - 1)
+                self._look(number + at, raw, raw.lower())
+        if len(self._alike) > MOST_SHAPES:
+            self._alike.clear()
 
     def _is_new(self, low: bytes) -> bool:
         """Whether few lines have been read that differ from this one in numbers alone."""

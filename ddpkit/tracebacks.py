@@ -12,6 +12,7 @@ MOST_LINES = 400
 MOST_FRAMES = 60
 # So many lines of others may stand between two lines of a traceback whose writer is not told.
 PATIENCE = 300
+NEAR_THE_END = 5
 
 HEADER = re.compile(r"Traceback \(most recent call last\)|^-+ ?Traceback")
 # torchrun's summary and some loggers set a whole traceback in from the margin.
@@ -100,9 +101,9 @@ class Tracebacks:
         self._ignored.discard(writer)
         return ignored
 
-    def cut(self) -> list[int]:
-        """The lines at which tracebacks began whose exception never came."""
-        return [one.began for one in self._open if one.frames]
+    def cut(self, end: int) -> list[int]:
+        """The lines at which tracebacks began that still went on where the log ends, at line `end`."""
+        return [one.began for one in self._open if one.frames and end - one.last < NEAR_THE_END]
 
     def feed(self, line: Line) -> Raised | None:
         """Take the next line; returns the exception where this line names it."""
@@ -119,16 +120,17 @@ class Tracebacks:
         one = self._of(line)
         if one is None:
             return None
-        one.last = line.number
         if len(one.lines) < MOST_LINES:
             one.lines.append(line.text)
         text = _BOX.sub("", line.text).rstrip(" │┃|") if one.boxed else line.text.removeprefix(one.margin)
         if found := _FRAME.match(text) or _SHORT.match(text):
+            one.last = line.number
             if len(one.frames) == MOST_FRAMES:
                 del one.frames[MOST_FRAMES // 2]
             file = found["file"]
             one.frames.append(Frame(file, int(found["line"]), (found["function"] or "").strip(), "", is_own(file)))
         elif text.startswith((" ", "\t")) or (one.boxed and _BOX.match(line.text)):
+            one.last = line.number
             self._source(one, text)
         elif named := RAISED.match(text):
             return self._end(one, line, named)
