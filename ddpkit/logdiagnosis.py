@@ -159,6 +159,9 @@ def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:
         if times < len(listed) or len(listed) == 1:
             return None
         return "every rank" if listed == list(range(len(listed))) else tuple(listed)
+    if best.nearness == TOLD_BY_THE_SYSTEM:
+        # Under torchrun a scheduler's task is a whole agent, and a kernel knows no ranks.
+        told = [e for e in told if e.by_torchrun]
     ranks = {e.rank for e in told if e.root} or {e.rank for e in told if not e.listed}
     return ranks.pop() if len(ranks) == 1 else None
 

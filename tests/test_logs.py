@@ -452,6 +452,13 @@ def test_the_rank_that_says_it_is_not_the_rank_that_is_missing() -> None:
     assert (found.name, found.rank) == ("skipped_collective", 5)
 
 
+def test_the_readme_shows_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(RECORDED.parents[1])
+    _, _, shown = Path("README.md").read_text().partition("$ ddpkit diagnose ")
+    log, _, rest = shown.partition("\n")
+    assert str(diagnose(log)) == rest.partition("\n```")[0]
+
+
 def test_what_is_shown_fits_a_terminal() -> None:
     text = str(diagnose(interleaved(teed)))
     assert text.splitlines()[0] == "own_exception (certain): Your own code raised an exception"
