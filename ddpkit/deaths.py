@@ -120,54 +120,57 @@ class End:
 
 
 class Deaths:
-    """The ends of processes that one log tells of."""
+    """Reads one log for the ends of processes."""
 
     def __init__(self) -> None:
-        self.ends: list[End] = []
+        self.rank: int | None = None
+        """The rank of which torchrun's summary is telling."""
         self._section = ""
-        self._rank: int | None = None
         # Lightning kills the other ranks by SIGKILL, after it has said so.
         self._forceful = False
 
-    @property
-    def rank(self) -> int | None:
-        """The rank of which torchrun's summary is telling."""
-        return self._rank
-
-    def feed(self, line: Line) -> bool:
-        """Take a line in which one of `WORDS` stands; whether it tells of an end."""
+    def feed(self, line: Line) -> End | None:
+        """Take a line in which one of `WORDS` stands; the end that it tells of."""
         text = line.text
         if section := _SECTION.match(text):
-            self._section, self._rank = section[1], None
+            self._section, self.rank = section[1], None
         elif rank := _RANK.match(text):
-            self._rank = int(rank[1])
+            self.rank = int(rank[1])
         elif code := _EXITCODE.match(text):
-            self._add(line, self._rank, int(code[1]), code[2], listed=True, by_torchrun=True)
-            return True
+            root = self._section == "Root Cause"
+            return _end(line, self.rank, int(code[1]), code[2], root=root, listed=True, by_torchrun=True)
         elif failed := _FAILED.search(text):
-            self._add(line, int(failed[2]) if failed[2] else None, int(failed[1]), failed[3], by_torchrun=True)
-            return True
-        elif self._forceful and text.strip() == "Killed":
-            return False
-        elif name := signal_in(text):
-            self._forceful = self._forceful or "Forcefully terminating all other" in text
-            self.ends.append(End(line, _rank_in(line), -1, name))
-            return True
-        elif _JOB_FAILED.search(text):
-            self._add(line, None, 1)
-            return True
-        elif code := _CODE.search(text):
-            self._forceful = self._forceful or "Forcefully terminating all other" in text
-            self._add(line, _rank_in(line), int(next(filter(None, code.groups()))))
-            return True
-        return False
+            rank_told = int(failed[2]) if failed[2] else None
+            return _end(line, rank_told, int(failed[1]), failed[3], by_torchrun=True)
+        else:
+            return self._printed(line)
+        return None
 
-    def _add(
-        self, line: Line, rank: int | None, code: int, pid: str = "", listed: bool = False, by_torchrun: bool = False
-    ) -> None:
-        name = _signal_name(-code) if code < 0 else ""
-        root = listed and self._section == "Root Cause"
-        self.ends.append(End(line, rank, code, name, root, listed, by_torchrun, pid or ""))
+    def _printed(self, line: Line) -> End | None:
+        """An end in the words of shells, schedulers and launchers other than torchrun."""
+        text = line.text
+        if self._forceful and text.strip() == "Killed":
+            return None
+        self._forceful = self._forceful or "Forcefully terminating all other" in text
+        if name := signal_in(text):
+            return End(line, _rank_in(line), -1, name)
+        if _JOB_FAILED.search(text):
+            return _end(line, None, 1)
+        if code := _CODE.search(text):
+            return _end(line, _rank_in(line), int(next(filter(None, code.groups()))))
+        return None
+
+
+def _end(
+    line: Line,
+    rank: int | None,
+    code: int,
+    pid: str | None = None,
+    root: bool = False,
+    listed: bool = False,
+    by_torchrun: bool = False,
+) -> End:
+    return End(line, rank, code, _signal_name(-code) if code < 0 else "", root, listed, by_torchrun, pid or "")
 
 
 def with_ranks(ends: list[tuple[int, End]]) -> list[tuple[int, End]]:

@@ -228,8 +228,8 @@ class _OneLog:
         if raised is not None and len(into.raised) < MOST_HITS:
             into.raised.append((order, raised))
             told = True
-        if words & self._words.deadly and not quoted and self._deaths.feed(line):
-            into.ends.append((order, self._deaths.ends.pop()))
+        if words & self._words.deadly and not quoted and (end := self._deaths.feed(line)):
+            into.ends.append((order, end))
             told = True
         if raised is not None and raised.type == "EOFError" and "multiprocessing/spawn" in raised.text:
             # The child of a process that failed while it sent itself over.
