@@ -44,8 +44,9 @@ _PREFIXES = tuple(
         r"\[(?P<rank>\d{1,4})\](?:<std(?:out|err)>: ?| (?=\[\d{4}-))",
         r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,algo-\d+)?\] ?<std(?:out|err)>: ?",
         r"\[[Rr][Aa][Nn][Kk][ :=]*(?P<rank>\d+)\]:? ?",
-        # Ray, docker compose, kubectl --prefix, stern, DeepSpeed over pdsh.
+        # Ray, SkyPilot, docker compose, kubectl --prefix, stern, DeepSpeed over pdsh.
         r"\((?P<key>[A-Za-z_][\w.<>]* ?(?:\([^)]*\) )?pid=\d+(?:, ip=[\d.]+)?)(?:, (?:world_)?rank=(?P<rank>\d+))?\) ",
+        r"\((?P<key>[\w.-]+), rank=(?P<rank>\d+), pid=\d+(?:, ip=[\d.]+)?\) ",
         r"(?P<key>[\w.-]+[-_]\d+) +\| ",
         r"\[(?P<key>pod/[\w./-]+|[a-z][\w.]*(?:-[\w.]+)*-(?:\d+|[a-z0-9]{5}))\] ",
         r"container: (?P<key>[\w.-]+) \| ",
