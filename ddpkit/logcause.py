@@ -183,9 +183,11 @@ def _ended(found: Scan, over: bool) -> Iterator[Cause]:
             yield Cause(SUMMARY, order, page("summary_only") if end.by_torchrun else None, end.line, rank)
 
 
-def left_early(possible: list[Cause]) -> Cause | None:
+def left_early(found: Scan, possible: list[Cause]) -> Cause | None:
     """The line in which one rank says that it is done, once more than the others, who then wait in vain for it."""
-    waited = {c.rank for c in possible if c.nearness == LOST_ANOTHER}
+    # Once a process has ended, its launcher says the same of itself.
+    ended = min((at for at, _ in found.ends), default=None)
+    waited = {c.rank for c in possible if c.nearness == LOST_ANOTHER and (ended is None or c.order < ended)}
     done = [c for c in possible if c.page is page("early_exit") and c.rank is not None]
     often = Counter(c.rank for c in done).most_common(2)
     if not often or often[0][0] in waited or (len(often) == 2 and often[0][1] == often[1][1]):

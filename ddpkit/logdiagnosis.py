@@ -94,7 +94,7 @@ def diagnosis_of(found: Scan) -> Diagnosis:
     if not possible or possible[0].nearness == BESIDE:
         return _nothing(found)
     best = possible[0]
-    if best.nearness == LOST_ANOTHER and (early := left_early(possible)):
+    if best.nearness == LOST_ANOTHER and (early := left_early(found, possible)):
         best = early
     if best.nearness == SUMMARY:
         best = next((c for c in possible if c.page is page("summary_only")), best)
