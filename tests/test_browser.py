@@ -471,3 +471,18 @@ def test_notebook_00_runs_and_its_lanes_fill_live(lab: Lab, page: Any, shots: Pa
     )
     assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
     page.screenshot(path=shots / "notebook-00-after.png")
+
+
+def test_a_diagnosis_and_the_doctor_are_shown_as_tables(lab: Lab, page: Any, shots: Path) -> None:
+    log = ROOT / "tests" / "recorded" / "slurm" / "raise_torchrun.log"
+    lab.write("logs.ipynb", [f'import ddpkit\nddpkit.diagnose("{log}")', "ddpkit.doctor()"])
+    lab.open(page, "logs.ipynb")
+    run_cell(page, 0)
+    told = page.locator(".ddpkit-diagnosis")
+    told.wait_for()
+    assert "own_exception" in told.inner_text() and f"{log}:14, rank 1: KeyError: 4" in told.inner_text()
+    run_cell(page, 1)
+    report = page.locator(".ddpkit-doctor")
+    report.wait_for()
+    assert "/dev/shm" in report.inner_text() and "would break a job" in report.inner_text()
+    page.screenshot(path=shots / "diagnose-and-doctor.png", full_page=True)
