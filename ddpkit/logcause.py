@@ -98,6 +98,7 @@ def _first(found: Scan, like: Callable[[Hit], bool]) -> int | None:
 
 def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
     """Lines that a signature of the catalog matches."""
+    elastic = _under_torchrun(found)
     failed = bool(found.raised) or any(end.exitcode for _, end in found.ends)
     own = min((order for order, raised in found.raised if _is_own(found, order, raised)), default=None)
     lost = _first(found, lambda hit: hit.signature.consequence or hit.page.name == "node_lost")
@@ -119,7 +120,9 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
             nearness = max(nearness, LOST_ANOTHER)
         if own is not None and own < hit.order and hit.page.name in OF_ANOTHER | COMPARES:
             nearness = max(nearness, LOST_ANOTHER)
-        yield Cause(nearness, hit.order, hit.page, hit.line, hit.rank, signature=hit.signature)
+        # Under torchrun a scheduler's task is a whole agent.
+        rank = None if elastic and hit.signature.where == "log" and hit.line.rank is None else hit.rank
+        yield Cause(nearness, hit.order, hit.page, hit.line, rank, signature=hit.signature)
 
 
 def _is_own(found: Scan, order: int, raised: Raised) -> bool:
@@ -164,11 +167,10 @@ def _ended(found: Scan, over: bool) -> Iterator[Cause]:
     """Ends of processes: a signal, or an exit code of a rank that said nothing else."""
     by_signal = {s.signal: p for p in pages() for s in p.signatures if s.signal}
     spoke = {raised.line.rank for _, raised in found.raised} | {h.rank for h in found.hits if not h.signature.beside}
-    elastic = any(end.by_torchrun for _, end in found.ends)
+    elastic = _under_torchrun(found)
     for order, end in found.ends:
         if went_on(found, order, end.line):
             continue
-        # Under torchrun a scheduler's task is a whole agent.
         rank = end.rank if end.by_torchrun or not elastic else None
         first = end.by_torchrun and not end.listed
         if end.signal in SENT_BY_LAUNCHER and (over or not first):
@@ -181,6 +183,10 @@ def _ended(found: Scan, over: bool) -> Iterator[Cause]:
             yield Cause(DIED, order, page("exit_code"), end.line, end.rank)
         elif end.exitcode:
             yield Cause(SUMMARY, order, page("summary_only") if end.by_torchrun else None, end.line, rank)
+
+
+def _under_torchrun(found: Scan) -> bool:
+    return any(end.by_torchrun for _, end in found.ends)
 
 
 def left_early(found: Scan, possible: list[Cause]) -> Cause | None:

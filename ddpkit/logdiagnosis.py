@@ -145,7 +145,7 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
         return None
     if len(ranks) == 1:
         return ranks[0]
-    return "every rank" if world <= set(ranks) else ranks
+    return "every rank" if world <= set(ranks) == set(range(len(ranks))) else ranks
 
 
 def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:

@@ -174,6 +174,9 @@ def _of_json(text: str) -> tuple[int | None, list[str]] | None:
         told = json.loads(text)
     except ValueError:
         return None
+    # torchrun's error file: the message with its traceback beside it.
+    if isinstance(inner := told.get("message"), dict):
+        told = {**inner, "message": inner.get("extraInfo", {}).get("py_callstack") or inner.get("message")}
     texts = [told[name] for name in _TEXTS if isinstance(told.get(name), str)]
     rank = next((told[name] for name in _RANKS if isinstance(told.get(name), int)), None)
     return (rank, texts) if texts else None

@@ -255,6 +255,18 @@ def test_packed_logs_and_standard_input_are_read(tmp_path: Path) -> None:
     assert ran.returncode == 1 and b"<stdin>:6: KeyError: 'image'" in ran.stdout
 
 
+def test_torchruns_error_files_are_read(tmp_path: Path) -> None:
+    """What `@record` writes: one object of JSON with the traceback inside."""
+    folder = tmp_path / "attempt_0" / "3"
+    folder.mkdir(parents=True)
+    record = "from torch.distributed.elastic.multiprocessing.errors import record"
+    program = f"{record}\n@record\ndef main():\n    raise KeyError('image')\nmain()"
+    env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+    subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, timeout=120, check=False)
+    found = diagnose(tmp_path)
+    assert (found.name, found.rank, found.evidence[0].text) == ("own_exception", 3, "KeyError: 'image'"), found
+
+
 def test_a_run_is_diagnosed_as_itself_from_its_folder_too(tmp_path: Path) -> None:
     from test_records import write_rank, write_run
 
