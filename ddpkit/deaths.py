@@ -99,7 +99,7 @@ _JOB_FAILED = re.compile(
     r"\b[Jj]ob (?:has )?failed\b(?!.* to )|Job \S+ is failed because|BackoffLimitExceeded|^Error: failed to run "
 )
 _OF_COMMAND = re.compile(r"--local[-_]rank[=', ]+(\d+)")
-_TASK = re.compile(r"(?i)\b(?:task|local_rank|rank):? (\d+)\b")
+_TASK = re.compile(r"(?i)\b(?:task|local_rank|rank):? (\d+)\b|\bprocess (\d+) terminated with\b")
 
 
 @dataclass(frozen=True)
@@ -206,4 +206,4 @@ def _rank_in(line: Line) -> int | None:
     if line.rank is not None:
         return line.rank
     found = _OF_COMMAND.search(line.text) or _TASK.search(line.text)
-    return int(found[1]) if found else None
+    return int(next(filter(None, found.groups()))) if found else None

@@ -137,6 +137,9 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
     if name in OF_ANOTHER:
         return best.rank if "(?P<rank>" in best.signature.text else None
     ranks = tuple(sorted({c.rank for c in same if c.rank is not None}))
+    roots = {e.rank for _, e in found.ends if e.root and e.rank is not None}
+    if best.nearness == DIED and best.raised is None and len(roots) == 1:
+        return roots.pop()
     if not ranks or best.nearness == SUMMARY:
         return _not_labelled(len({(c.line.file, c.line.number) for c in same}), best, found)
     world = found.ranks | {e.rank for _, e in found.ends if e.listed and e.rank is not None}

@@ -54,6 +54,7 @@ _PREFIXES = tuple(
     )
 )
 _LABELLED = re.compile(r"^ *(?P<rank>\d{1,4}): ?")
+_OF_TORCH = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\] ")
 _SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|(?:^|Error: )(?:Rank|rank|RANK) (\d+)[:,] ")
 _RAY = re.compile(r"pid=(\d+)\) world_rank=(\d+)")
 _PID = re.compile(r"pid=(\d+)")
@@ -217,7 +218,10 @@ class Reader:
         rank, key, text = self._stripped(text)
         if rank is None and self._rank_of and (pid := _PID.search(key)):
             rank = self._rank_of.get(pid[1])
-        if rank is None and (said := _SAYS_RANK.search(text[:200])):
+        if of_torch := _OF_TORCH.search(text[:200]):
+            # torch knows the rank in the job, a launcher's prefix perhaps only that on its host.
+            rank = int(of_torch[1])
+        elif rank is None and (said := _SAYS_RANK.search(text[:200])):
             rank = int(said[1] or said[2])
             key = key or f"rank {rank}"
         return Line(self.name, number, self.rank if rank is None else rank, key, text)
