@@ -43,6 +43,7 @@ WORDS = (
     "terminated with code",
     "forcefully terminating all other",
     "job failed",
+    "closing signal",
     "is failed because",
     "error: failed to run",
     "backofflimitexceeded",
@@ -97,6 +98,7 @@ _CODE = re.compile(
 )
 _JOB_FAILED = re.compile(
     r"\b[Jj]ob (?:has )?failed\b(?!.* to )|Job \S+ is failed because|BackoffLimitExceeded|^Error: failed to run "
+    r"|Sending process \d+ closing signal SIG"
 )
 _OF_COMMAND = re.compile(r"--local[-_]rank[=', ]+(\d+)")
 _TASK = re.compile(r"(?i)\b(?:task|local_rank|rank):? (\d+)\b|\bprocess (\d+) terminated with\b")

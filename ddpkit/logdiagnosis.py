@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from .run import Run
 from .stable import shortened
 
 MOST_EVIDENCE = 64
+_FRAME_OF_C = re.compile(r"frame #\d+: .*\(0x[0-9a-f]+ in ")
 _EVERY_LOG = (
     "The other ranks' logs. `torchrun -r 3 -t 3 --log-dir logs` keeps one for each; then `ddpkit diagnose logs`."
 )
@@ -171,7 +173,7 @@ def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:
 
 def _shown(several: Iterable[Cause]) -> tuple[Found, ...]:
     """The first line of each rank; of those whose rank is not told, each that says something else."""
-    return tuple(Found(x.rank, x.file, x.number, x.text[:2000]) for x in _first_of_each(c.line for c in several))
+    return tuple(_line(each) for each in _first_of_each(c.line for c in several))
 
 
 def _first_of_each(lines: Iterable[Line]) -> Iterator[Line]:
@@ -196,17 +198,27 @@ def _sentence(best: Cause, rank: Culprit) -> str:
 
 
 def _nothing(found: Scan) -> Diagnosis:
-    for file, tail in found.tail.items():
-        if tail and tail[-1].text.endswith("^C"):
-            stopped, last = page("ended_from_outside"), tail[-1]
-            evidence = (Found(last.rank, file, last.number, last.text),)
-            return Diagnosis(stopped.name, stopped.title, "", None, evidence, (), "likely", "")
+    """Healthy, unless the log was left in the middle of something."""
+    for tail in found.tail.values():
+        last = tail[-1] if tail else None
+        if last and last.text.endswith("^C"):
+            stopped = page("ended_from_outside")
+            return Diagnosis(stopped.name, stopped.title, "", None, (_line(last),), (), "likely", "")
+        if last and _FRAME_OF_C.match(last.text):
+            return _cut_off(_line(last), "The log ends in the middle of a C++ stack.")
     if not found.cut:
         return _healthy(f"Nothing in {found.lines} lines tells of a failure.")
     file, number = found.cut[-1]
-    evidence = (Found(None, file, number, "Traceback (most recent call last), and its exception is cut off"),)
-    title = "The log ends in the middle of a traceback."
-    return Diagnosis(UNKNOWN, title, "", None, evidence, (), "unknown", f"The rest of this log. {_EVERY_LOG}")
+    cut = Found(None, file, number, "Traceback (most recent call last), and its exception is cut off")
+    return _cut_off(cut, "The log ends in the middle of a traceback.")
+
+
+def _cut_off(line: Found, title: str) -> Diagnosis:
+    return Diagnosis(UNKNOWN, title, "", None, (line,), (), "unknown", f"The rest of this log. {_EVERY_LOG}")
+
+
+def _line(line: Line) -> Found:
+    return Found(line.rank, line.file, line.number, line.text[:2000])
 
 
 def _healthy(why: str) -> Diagnosis:
