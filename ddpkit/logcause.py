@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from .catalog import Page, Signature, page, pages
 from .loglines import Line
-from .logscan import Hit, Scan
+from .logscan import AFTERMATH, Hit, Scan
 from .tracebacks import Raised
 
 # How near the failure itself a line stands; the smallest wins, then the earliest. A kernel or a scheduler that says why; an
@@ -17,6 +18,8 @@ from .tracebacks import Raised
 # What stands beside a failure is never the cause.
 TOLD_BY_THE_SYSTEM, SAYS_WHY, PRINTED_WHY, RAISED, DIED, LOST_ANOTHER, SUMMARY, BESIDE = range(8)
 
+# In a log that tells of failures all along: so many lines after one it was not the one that ended the job.
+LONG_AFTER = 2_000
 # Who ends a job ends its ranks: what comes after is a consequence.
 ENDS_ALL = frozenset({"ended_from_outside", "time_limit"})
 # What these say is about another rank than the one that says it.
@@ -100,7 +103,8 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
     """Lines that a signature of the catalog matches."""
     elastic = _under_torchrun(found)
     failed = bool(found.raised) or any(end.exitcode for _, end in found.ends)
-    own = min((order for order, raised in found.raised if _is_own(found, order, raised)), default=None)
+    known = {hit.order for hit in found.hits}
+    own = min((at for at, raised in found.raised if at not in known and _is_own(found, at, raised)), default=None)
     lost = _first(found, lambda hit: hit.signature.consequence or hit.page.name == "node_lost")
     for hit in found.hits:
         nearness = _nearness(hit)
@@ -126,11 +130,11 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
 
 
 def _is_own(found: Scan, order: int, raised: Raised) -> bool:
-    """Whether it is an exception that nothing in the catalog knows, raised for no other process."""
+    """Whether it is an exception of the process itself, and not passed on for another."""
     passed = (
         raised.type in _OF_LAUNCHERS | _WRAPPERS | _BY_ANOTHER or raised.type.endswith("Warning") or _passed_on(raised)
     )
-    return not passed and all(hit.order != order for hit in found.hits) and not went_on(found, order, raised.line)
+    return not passed and not went_on(found, order, raised.line)
 
 
 def _nearness(hit: Hit) -> int:
@@ -203,16 +207,18 @@ def left_early(found: Scan, possible: list[Cause]) -> Cause | None:
 
 def went_on(found: Scan, order: int, line: Line) -> bool:
     """Whether the job made progress, or came to its end, after that line: then it was not what ended it."""
-    furthest: dict[str, list[int]] = {}
-    for at, later, kind, number in found.progress:
-        if at > order and later.file == line.file:
+    if found.noisy.get(line.file, 0) - line.number > LONG_AFTER:
+        return True
+    furthest: dict[str, list[tuple[int, ...]]] = {}
+    begin = bisect_right(found.progress, order, key=lambda each: each[0])
+    for _, later, kind, number in found.progress[begin : begin + AFTERMATH]:
+        if later.file == line.file:
             reached = furthest.setdefault(kind, [number])
             if number > reached[-1]:
                 reached.append(number)
     if any(len(reached) > 2 for reached in furthest.values()):
         return True
-    last = max((at for at, end in found.ends if end.exitcode), default=-1)
-    return any(at > max(order, last) and later.file == line.file for at, later in found.completed)
+    return found.completed.get(line.file, -1) > max(order, found.last_end)
 
 
 def _at_the_end(found: Scan, hit: Hit) -> bool:

@@ -10,6 +10,7 @@ import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 from ahocorasick_rs import BytesAhoCorasick
 
@@ -22,6 +23,8 @@ from .tracebacks import RAISED, Raised, Tracebacks
 
 # So many lines after a telling one are read, to see whether the job went on.
 AFTERMATH = 150
+# Where a log tells of failures all along, only the next few, after so many.
+MOST_AFTERMATH, SHORT_AFTERMATH = 50_000, 5
 # Of lines that differ in their digits alone so many are read.
 MOST_ALIKE = 600
 MOST_SHAPES = 20_000
@@ -38,19 +41,15 @@ _ALWAYS = (
     b"error:",
     b"exception: ",
     b"keyboardinterrupt",
-    b"direct cause of the following",
-    b"during handling of",
     b"exception ignored",
     b"--- logging error",
 )
 # What varies in lines that are alike: numbers, and hexadecimal ones.
 _DIGITS = b"0123456789abcdef"
-_PROGRESS = (
-    re.compile(r"\b(?P<n>\d+)/\d+ \[(?:\d+:)?\d+:\d+<"),
-    re.compile(
-        r"(?i)\b(?:step|iter|iteration|epoch|batch|global_step|num_updates|update|training result)s?\b[\"']?"
-        r"\s*[:=\[#/ ]\s*\[?\s*(?P<n>\d+)"
-    ),
+_BAR = re.compile(r"\b(?P<n>\d+)/\d+ \[(?:\d+:)?\d+:\d+<")
+_COUNTED = re.compile(
+    r"(?i)\b(?P<what>step|iter|iteration|epoch|batch|global_step|num_updates|update|training result)s?\b[\"']?"
+    r"\s*[:=\[#/ ]\s*\[?\s*(?P<n>\d+)"
 )
 _COMPLETED = re.compile(
     r"(?i)(?<![-\w])(?:(?:pre-?)?training|fine-?tuning|fit(?:ting)?|run|job|experiment|trainer\.fit|script|evaluation)\b(?!-)"
@@ -75,18 +74,26 @@ class Hit:
 
 @dataclass
 class Scan:
-    """What a log, or several, say of a failure. `order` numbers the telling lines over all logs; `lines` counts all."""
+    """What a log, or several, say of a failure. Its telling lines are numbered by their order, over all logs.
+
+    `progress` are steps that were reached, `completed` tells where each file last said that all was done, `cut` where a
+    traceback began that the file's end cut off; `tail` are each file's last lines, `lines` counts all;
+    `last_end` is the last process that ended with an error. `noisy` are the lengths of the files that tell of failures all
+    along.
+    """
 
     hits: list[Hit] = field(default_factory=list)
     raised: list[tuple[int, Raised]] = field(default_factory=list)
     ends: list[tuple[int, End]] = field(default_factory=list)
-    progress: list[tuple[int, Line, str, int]] = field(default_factory=list)
-    completed: list[tuple[int, Line]] = field(default_factory=list)
+    progress: list[tuple[int, Line, str, tuple[int, ...]]] = field(default_factory=list)
+    completed: dict[str, int] = field(default_factory=dict)
     cut: list[tuple[str, int]] = field(default_factory=list)
     tail: dict[str, tuple[Line, ...]] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
+    noisy: dict[str, int] = field(default_factory=dict)
     lines: int = 0
-    files: int = 0
+    seen: int = 0
+    last_end: int = -1
 
 
 @dataclass(frozen=True)
@@ -118,8 +125,8 @@ def scan(logs: list[Source]) -> Scan:
     found = Scan()
     for source in logs:
         _OneLog(source, found).read()
-        found.files += 1
     found.ends = deaths.with_ranks(found.ends)
+    found.last_end = max((at for at, end in found.ends if end.exitcode), default=-1)
     return found
 
 
@@ -131,7 +138,7 @@ class _OneLog:
         self._alike: Counter[bytes] = Counter()
         self._summary_rank: int | None = None
         self._spawned: int | None = None
-        self._attends = 0
+        self._attends = self._attended = self._looked_at = 0
 
     def read(self) -> None:
         number, last = 1, b""
@@ -143,6 +150,8 @@ class _OneLog:
             last = (last + chunk)[-TAIL_BYTES:]
         self._into.lines += number - 1 + (not last.endswith(b"\n") and bool(last))
         self._into.cut += [(self._source.name, at) for at in self._tracebacks.cut(number)]
+        if self._attended >= MOST_AFTERMATH:
+            self._into.noisy[self._source.name] = number
         self._read_tail(last, number - 1)
 
     def _read_chunk(self, chunk: bytes, number: int) -> None:
@@ -202,12 +211,12 @@ class _OneLog:
         for line in self._reader.lines(number, raw):
             if line.rank is not None and len(self._into.ranks) < MOST_RANKS:
                 self._into.ranks.add(line.rank)
-            attended = bool(self._attends)
             told = self._take(line, words)
+            self._looked_at = number
             if told:
-                self._attends = AFTERMATH
-            if attended:
-                self._note_progress(line, told)
+                self._attends = AFTERMATH if self._attended < MOST_AFTERMATH else SHORT_AFTERMATH
+            self._attended += 1
+            self._note_progress(line, told)
 
     def _take(self, line: Line, words: set[int]) -> bool:
         """Whether the line tells of a failure."""
@@ -224,12 +233,12 @@ class _OneLog:
             and "Warning" not in named["type"]
             and not self._tracebacks.ignores(line)
         ):
-            raised = Raised(line, named["type"], (named["message"] or "").strip(), began=line.number)
-        if raised is not None and len(into.raised) < MOST_HITS:
-            into.raised.append((order, raised))
+            raised = Raised(line, named["type"], (named["message"] or "").strip())
+        if raised is not None:
+            _keep(into.raised, (order, raised))
             told = True
         if words & self._words.deadly and not quoted and (end := self._deaths.feed(line)):
-            into.ends.append((order, end))
+            _keep(into.ends, (order, end))
             told = True
         if raised is not None and raised.type == "EOFError" and "multiprocessing/spawn" in raised.text:
             # The child of a process that failed while it sent itself over.
@@ -269,24 +278,26 @@ class _OneLog:
             if found is None:
                 continue
             told = told or not signature.beside
-            if len(self._into.hits) < MOST_HITS:
-                rank = _rank_named(found, line)
-                self._into.hits.append(Hit(line, order, page, signature, rank, raised))
+            _keep(self._into.hits, Hit(line, order, page, signature, _rank_named(found, line), raised))
         return told
 
     def _note_progress(self, line: Line, told: bool) -> None:
         """Note that the job came to its end; and a step that it has reached, if the line does not tell of a failure."""
         into = self._into
         if _COMPLETED.search(line.text) and not _FAILED.search(line.text):
-            into.completed.append((self._order(), line))
-        for pattern in () if told else _PROGRESS:
-            if (found := pattern.search(line.text)) and len(into.progress) < MOST_PROGRESS:
-                into.progress.append((self._order(), line, pattern.pattern, int(found["n"])))
-                return
+            into.completed[line.file] = self._order()
+        if told or len(into.progress) >= MOST_PROGRESS:
+            return
+        counted = [(each["what"].lower(), int(each["n"])) for each in _COUNTED.finditer(line.text)]
+        if bar := _BAR.search(line.text):
+            counted = [("bar", int(bar["n"]))]
+        if counted:
+            kind = " ".join(what for what, _ in counted)
+            into.progress.append((self._order(), line, kind, tuple(number for _, number in counted)))
 
     def _order(self) -> int:
-        into = self._into
-        return len(into.hits) + len(into.raised) + len(into.ends) + len(into.progress) + len(into.completed)
+        self._into.seen += 1
+        return self._into.seen
 
     def _read_tail(self, last: bytes, number: int) -> None:
         assert self._reader is not None or not last
@@ -297,12 +308,22 @@ class _OneLog:
         for back, raw in enumerate(reversed(rows)):
             tail.extendleft(reversed(list(self._reader.lines(max(1, number - back), raw))))
         self._into.tail[self._source.name] = tuple(tail)
+        for line in tail:
+            if line.number > self._looked_at:
+                self._note_progress(line, False)
 
 
 _SUMMARY_TRACEBACK = re.compile(r"^\s*traceback\s*: Traceback")
 _SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error")
 _OF_TORCHRUN = re.compile(r"torch[./]distributed|c10d|TCPStore|torchrun|elastic|rendezvous|run\.py|usage")
 _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+)")
+
+
+def _keep(found: list[Any], one: Any) -> None:
+    """Keep the first ones and the newest; what is too much goes from the middle."""
+    if len(found) >= MOST_HITS:
+        del found[MOST_HITS // 2]
+    found.append(one)
 
 
 def _without_module(text: str, raised: Raised | None) -> str:

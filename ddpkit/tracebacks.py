@@ -27,7 +27,6 @@ _ENDING = (
 RAISED = re.compile(
     rf"^(?:\w+(?:\.\w+)*\.)?(?P<type>\w+{_ENDING}|Exception|(?<=\.)[A-Z]\w+)(?P<of>\([\w.]+\))?(?:: ?(?P<message>.*)|:?)$"
 )
-_CHAINED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
 # Python prints these and goes on: at an object's end, and where a logger fails.
 _IGNORED = re.compile(r"^(?:Exception ignored (?:in|on|when)|--- Logging error ---)")
 _BOX = re.compile(r"^[│┃|╭╰─━┌└❱ ]+")
@@ -35,28 +34,18 @@ _BOX = re.compile(r"^[│┃|╭╰─━┌└❱ ]+")
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception at the end of its traceback: the line that names it, and what led to it.
-
-    `before`: this exception was being handled, or led to another one, when `line` was raised. `text` is the whole block.
-    """
+    """An exception at the end of its traceback: the line that names it, what led to it, and `text`, the whole block."""
 
     line: Line
     type: str
     message: str
     frames: tuple[Frame, ...] = ()
     text: str = ""
-    began: int = 0
-    before: Raised | None = None
 
     @property
     def where(self) -> Frame | None:
         """The innermost line of the user's own code; the innermost of all where none is the user's."""
         return next((f for f in reversed(self.frames) if f.own), self.frames[-1] if self.frames else None)
-
-    @property
-    def first(self) -> Raised:
-        """The exception with which the chain began."""
-        return self.before.first if self.before else self
 
 
 @dataclass
@@ -65,7 +54,6 @@ class _Open:
 
     writer: tuple[str, int | None, str]
     began: int
-    before: Raised | None
     frames: list[Frame] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     boxed: bool = False
@@ -79,8 +67,6 @@ class Tracebacks:
 
     def __init__(self) -> None:
         self._open: list[_Open] = []
-        self._last: dict[tuple[str, int | None, str], Raised] = {}
-        self._chained: set[tuple[str, int | None, str]] = set()
         self._ignored: set[tuple[str, int | None, str]] = set()
 
     def __bool__(self) -> bool:
@@ -114,9 +100,6 @@ class Tracebacks:
         if _IGNORED.match(line.text):
             self._ignored.add(_writer(line))
             return None
-        if _CHAINED.match(line.text):
-            self._chained.add(_writer(line))
-            return None
         one = self._of(line)
         if one is None:
             return None
@@ -137,26 +120,12 @@ class Tracebacks:
         return None
 
     def _begin(self, line: Line) -> None:
-        writer = _writer(line)
-        before = self._last.get(writer) if writer in self._chained else None
-        self._chained.discard(writer)
-        ignored = writer in self._ignored
-        self._ignored.discard(writer)
-        boxed = line.text.startswith(("╭", "┌", "│", "+", "|"))
-        set_in = _SET_IN.match(line.text)
-        margin = "  " if set_in and set_in["summary"] else set_in["margin"] if set_in else ""
-        self._open.append(
-            _Open(
-                writer,
-                line.number,
-                before,
-                boxed=boxed,
-                margin=margin,
-                ignored=ignored,
-                last=line.number,
-                lines=[line.text],
-            )
-        )
+        one = _Open(_writer(line), line.number, last=line.number, lines=[line.text])
+        one.ignored = self.ignores(line)
+        one.boxed = line.text.startswith(("╭", "┌", "│", "+", "|"))
+        if set_in := _SET_IN.match(line.text):
+            one.margin = "  " if set_in["summary"] else set_in["margin"]
+        self._open.append(one)
 
     def _source(self, one: _Open, text: str) -> None:
         """The line that the last frame quotes."""
@@ -170,10 +139,7 @@ class Tracebacks:
             self._ignored.add(one.writer)
             return None
         message = (named["message"] or "").strip()
-        text = "\n".join(one.lines)
-        raised = Raised(line, named["type"], message, tuple(one.frames), text, one.began, one.before)
-        self._last[one.writer] = raised
-        return raised
+        return Raised(line, named["type"], message, tuple(one.frames), "\n".join(one.lines))
 
     def _of(self, line: Line) -> _Open | None:
         """The open traceback of whoever wrote `line`, the latest first."""

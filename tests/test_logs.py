@@ -458,6 +458,20 @@ def test_a_million_lines_alike_cost_no_memory(tmp_path: Path) -> None:
     assert name == "own_exception" and int(kibibytes) < 100_000
 
 
+def test_a_log_that_tells_of_failures_all_along_is_judged_by_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after each of them can all be read that follows: what comes much later shows that the job went on."""
+    monkeypatch.setattr("ddpkit.logscan.MOST_AFTERMATH", 500)
+    dice = random.Random(0)
+    noise = []
+    for step in range(4000):
+        odd = "".join(dice.choices("ghijklmnop", k=8))
+        noise.append(f"epoch 1 step {step} loss 0.5\nValueError: {odd}\nworker {odd} exited with exit code 1\n")
+    calm = "".join(f"epoch 2 step {step} loss 0.5\n" for step in range(40)) + "Training finished\n"
+    assert diagnose("".join(noise) + calm).name == HEALTHY
+    found = diagnose("".join(noise) + calm.replace("Training finished\n", "") + OWN + "\n")
+    assert found.name == "own_exception" and found.evidence[0].text == "KeyError: 'image'"
+
+
 def test_the_rank_that_says_it_is_not_the_rank_that_is_missing() -> None:
     assert {p.name for p in pages()} >= OF_ANOTHER
     found = diagnose("RuntimeError: [Rank 0]: Ranks 5 failed to pass monitoredBarrier in 3000 ms\n")
