@@ -95,12 +95,17 @@ dist.all_reduce(torch.ones(3))
 
 
 def test_of_two_own_failures_the_earlier_counts(script: Callable[..., str]) -> None:
+    """Rank 1 waits until rank 0 is up, which it would otherwise keep from coming up."""
     run = launch(
         script(
             PREAMBLE
             + """
+up = __file__ + ".up"
 if rank == 1:
+    while not os.path.exists(up):
+        time.sleep(0.01)
     raise KeyError("first")
+open(up, "w").close()
 time.sleep(0.3)
 raise ValueError("second")
 """
