@@ -206,6 +206,8 @@ def _nothing(found: Scan) -> Diagnosis:
             return Diagnosis(stopped.name, stopped.title, "", None, (_line(last),), (), "likely", "")
         if last and _FRAME_OF_C.match(last.text):
             return _cut_off(_line(last), "The log ends in the middle of a C++ stack.")
+    if not found.lines:
+        return Diagnosis(UNKNOWN, "There is nothing in this log.", "", None, (), (), "unknown", _EVERY_LOG)
     if not found.cut:
         return _healthy(f"Nothing in {found.lines} lines tells of a failure.")
     file, number = found.cut[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import re
@@ -56,6 +57,7 @@ _PREFIXES = tuple(
 _LABELLED = re.compile(r"^ *(?P<rank>\d{1,4}): ?")
 _OF_TORCH = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\] ")
 _SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|(?:^|Error: )(?:Rank|rank|RANK) (\d+)[:,] ")
+_WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _RAY = re.compile(r"pid=(\d+)\) world_rank=(\d+)")
 _PID = re.compile(r"pid=(\d+)")
 # Where collectors of logs that write JSON put the line, what followed it, and the rank.
@@ -152,19 +154,35 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 def chunks(source: Source) -> Iterator[bytes]:
-    """The log in pieces of about a megabyte that end where a line ends; a line without an end is cut."""
-    with source.open() as file:
-        rest = b""
-        while block := file.read(CHUNK_BYTES):
-            block = rest + block
-            cut = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
-            if not cut:
-                cut = len(block) if len(block) > CHUNK_BYTES else 0
-            rest = block[cut:]
-            if cut:
-                yield block[:cut]
-        if rest:
-            yield rest
+    """The log in pieces of about a megabyte that end where a line ends; a line without an end is cut.
+
+    Raises:
+        LogError: it cannot be read.
+    """
+    try:
+        with source.open() as file:
+            rest = b""
+            for block in _blocks(file):
+                block = rest + block
+                cut = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
+                if not cut:
+                    cut = len(block) if len(block) > CHUNK_BYTES else 0
+                rest = block[cut:]
+                if cut:
+                    yield block[:cut]
+            if rest:
+                yield rest
+    except OSError as error:
+        raise LogError(f"diagnose: {source.name} cannot be read: {error.strerror or error}.") from None
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    """The file's bytes; UTF-16, as PowerShell writes it, turned into UTF-8."""
+    block = file.read(CHUNK_BYTES)
+    wide = codecs.getincrementaldecoder("utf-16")("replace") if block.startswith(_WIDE) else None
+    while block:
+        yield wide.decode(block).encode("utf-8", "replace") if wide else block
+        block = file.read(CHUNK_BYTES)
 
 
 def _of_json(text: str) -> tuple[int | None, list[str]] | None:

@@ -408,7 +408,20 @@ def test_what_cannot_be_read_is_told_in_one_sentence(tmp_path: Path) -> None:
         assert ran.returncode == 2 and sentence.encode() in ran.stderr and ran.stdout == b""
     with pytest.raises(LogError, match="nothing was named"):
         diagnose()
-    assert diagnose("\n").name == HEALTHY
+    (tmp_path / "nothing.log").touch()
+    assert diagnose(tmp_path / "nothing.log").name == UNKNOWN
+
+
+def test_a_log_that_may_not_be_read_is_told_in_one_sentence(tmp_path: Path) -> None:
+    """Root may read everything but what the system itself refuses."""
+    with pytest.raises(LogError, match="/proc/self/mem cannot be read: "):
+        diagnose("/proc/self/mem")
+
+
+def test_a_log_of_powershell_is_read(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_bytes((TRAINING + OWN + "\n").encode("utf-16"))
+    found = diagnose(tmp_path / "train.log")
+    assert (found.name, found.evidence[0].line, found.evidence[0].text) == ("own_exception", 46, "KeyError: 'image'")
 
 
 def test_the_exit_code_and_the_json_say_what_was_found(tmp_path: Path) -> None:
