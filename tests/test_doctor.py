@@ -17,6 +17,9 @@ from ddpkit import checks, machine
 from ddpkit.checks import Check
 from ddpkit.examination import Report
 
+# Each of these starts torch twice: one after the other leaves the second core to the jobs that are tested beside it.
+pytestmark = pytest.mark.xdist_group("doctor")
+
 DDPKIT = str(Path(sys.executable).with_name("ddpkit"))
 CLEAN = {
     k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_"))

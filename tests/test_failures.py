@@ -220,7 +220,9 @@ def test_a_killed_agent_takes_its_ranks_along(script: Callable[..., str]) -> Non
     run.wait(30)
     assert run.state == "failed"
     assert "torchrun itself was killed by SIGKILL" in str(run)
-    assert [r.exitcode for r in run.ranks] == [-signal.SIGTERM] * 2
+    # The second to be ended may have met the closed connection of the first before.
+    codes = [r.exitcode for r in run.ranks]
+    assert -signal.SIGTERM in codes and set(codes) <= {-signal.SIGTERM, 1}
 
 
 @pytest.mark.parametrize("victim", ["keeper.py rank", "keeper.py agent"])
