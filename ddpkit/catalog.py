@@ -62,6 +62,11 @@ class Signature:
         return re.compile(self.text, re.MULTILINE)
 
     @property
+    def names_rank(self) -> bool:
+        """Whether a group of `text` tells the rank at fault."""
+        return "(?P<rank>" in self.text
+
+    @property
     def spans_lines(self) -> bool:
         """Whether what it matches may be longer than a line."""
         return "\\n" in self.text or r"[^\0]" in self.text

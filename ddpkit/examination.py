@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 
-from .checks import Check, every_check
+from . import checks, torchchecks
+from .checks import Check
 
 MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
@@ -61,4 +62,22 @@ def doctor(environment: Mapping[str, str] = os.environ) -> Report:
 
     Takes some seconds: torch is asked in a process of its own, and DDP is built once under TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
-    return Report(tuple(every_check(environment)))
+    return Report(tuple(_every_check(environment)))
+
+
+def _every_check(environment: Mapping[str, str]) -> Iterator[Check]:
+    """Look at everything, one line after the other."""
+    told = torchchecks.probe()
+    yield checks.python()
+    yield from torchchecks.torch_build(told)
+    yield from torchchecks.gpus(told, environment)
+    yield checks.shared_memory()
+    yield checks.open_files()
+    yield checks.processes()
+    yield checks.memory()
+    yield checks.cores(len(told.get("gpus", {}).get("names", ())), environment)
+    yield from checks.network(environment)
+    yield checks.port()
+    yield checks.kernel_log()
+    yield torchchecks.debug_detail(told)
+    yield from checks.variables(environment)

@@ -24,38 +24,20 @@ LONG_AFTER = 2_000
 ENDS_ALL = frozenset({"ended_from_outside", "time_limit"})
 # What these say is about another rank than the one that says it.
 OF_ANOTHER = frozenset(
-    {
-        *("collective_timeout", "peer_lost", "missing_rank_at_init", "wrong_address"),
-        *("skipped_collective", "uneven_inputs"),
-    }
+    "collective_timeout peer_lost missing_rank_at_init wrong_address skipped_collective uneven_inputs".split()
 )
 # These compare two ranks, and find a rank that failed before to differ.
 COMPARES = frozenset({"shapes_differ_between_ranks", "collective_mismatch"})
 SENT_BY_LAUNCHER = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 
 # These pass on what another process raised, or how it ended.
-_WRAPPERS = {
-    *(
-        "SystemExit",
-        "SignalException",
-        "RayTaskError",
-        "TrainingFailedError",
-        "WorkerGroupError",
-        "RayActorError",
-        "ActorDiedError",
-    ),
-    *("TuneError", "WorkerCrashedError", "ExecuteUserScriptError", "UserCodeError", "RendezvousGracefulExitError"),
-    *("UnexpectedStatusException", "JobSubmissionFailedError", "Error", "Exit"),
-}
+_WRAPPERS = set(
+    "SystemExit SignalException RayTaskError TrainingFailedError WorkerGroupError RayActorError ActorDiedError TuneError "
+    "WorkerCrashedError ExecuteUserScriptError UserCodeError RendezvousGracefulExitError UnexpectedStatusException "
+    "JobSubmissionFailedError Error Exit".split()
+)
 _OF_LAUNCHERS = {"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"}
-_BY_ANOTHER = {
-    "BrokenPipeError",
-    "ConnectionResetError",
-    "ConnectionAbortedError",
-    "EOFError",
-    "CancelledError",
-    "Empty",
-}
+_BY_ANOTHER = set("BrokenPipeError ConnectionResetError ConnectionAbortedError EOFError CancelledError Empty".split())
 
 _ENDED_BY_IT = re.compile(r"signal: Terminated|SIGTERM")
 _WARNS = re.compile(r"^\[W\d* ?|\bWARN(?:ING)?\b(?<!NCCL WARN)|\bUserWarning\b|^W\d{4} |^W /|: W /")
@@ -119,8 +101,7 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
             continue
         if over is not None and (hit.order > over or _ENDED_BY_IT.search(hit.line.text)):
             nearness = max(nearness, LOST_ANOTHER)
-        named = "(?P<rank>" in hit.signature.text
-        if lost is not None and lost < hit.order and hit.page.name in OF_ANOTHER and not named:
+        if lost is not None and lost < hit.order and hit.page.name in OF_ANOTHER and not hit.signature.names_rank:
             nearness = max(nearness, LOST_ANOTHER)
         if own is not None and own < hit.order and hit.page.name in OF_ANOTHER | COMPARES:
             nearness = max(nearness, LOST_ANOTHER)

@@ -137,17 +137,17 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
     if name in ENDS_ALL or name == "node_lost":
         return None
     if name in OF_ANOTHER:
-        return best.rank if "(?P<rank>" in best.signature.text else None
+        return best.rank if best.signature.names_rank else None
     ranks = tuple(sorted({c.rank for c in same if c.rank is not None}))
     roots = {e.rank for _, e in found.ends if e.root and e.rank is not None}
     if best.nearness == DIED and best.raised is None and len(roots) == 1:
         return roots.pop()
-    if not ranks or best.nearness == SUMMARY:
-        return _not_labelled(len({(c.line.file, c.line.number) for c in same}), best, found)
     world = found.ranks | {e.rank for _, e in found.ends if e.listed and e.rank is not None}
     # One is the odd one where it alone, of three or more, says so.
-    if name in COMPARES and (len(ranks) > 1 or len(world) < 3):
+    if name in COMPARES and (len(ranks) != 1 or len(world) < 3):
         return None
+    if not ranks or best.nearness == SUMMARY:
+        return _not_labelled(len({(c.line.file, c.line.number) for c in same}), best, found)
     if len(ranks) == 1:
         return ranks[0]
     return "every rank" if world <= set(ranks) == set(range(len(ranks))) else ranks
@@ -158,8 +158,6 @@ def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:
     one that torchrun calls the first that failed, or the only one that is said to have ended by itself."""
     told = [e for _, e in found.ends if e.exitcode and e.rank is not None and e.signal not in SENT_BY_LAUNCHER]
     listed = sorted({e.rank for _, e in found.ends if e.listed and e.rank is not None})
-    if best.page and best.page.name in COMPARES:
-        return None
     if times > 1 and listed and TOLD_BY_THE_SYSTEM < best.nearness < SUMMARY:
         if times < len(listed) or len(listed) == 1:
             return None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import ddpkit
-from ddpkit import checks, machine
+from ddpkit import checks, machine, torchchecks
 from ddpkit.checks import Check
 from ddpkit.examination import Report
 
@@ -177,11 +177,11 @@ def test_a_gpu_machine_is_told_by_what_driver_and_torch_say(
     monkeypatch: pytest.MonkeyPatch, known: list[machine.Gpu], seen: dict[str, Any], problem: str, name: str, words: str
 ) -> None:
     """No GPU is here: the answers of the driver and of torch are given, and what is made of them is looked at."""
-    monkeypatch.setattr(checks, "all_gpus", lambda: known)
-    monkeypatch.setattr(checks, "driver_problem", lambda: problem)
-    monkeypatch.setattr(checks, "driver_version", lambda: "550.54, serves CUDA up to 12.4")
+    monkeypatch.setattr(torchchecks, "all_gpus", lambda: known)
+    monkeypatch.setattr(torchchecks, "driver_problem", lambda: problem)
+    monkeypatch.setattr(torchchecks, "driver_version", lambda: "550.54, serves CUDA up to 12.4")
     told = {**TOLD, "gpus": seen, "architectures": ["sm_80", "sm_90"]}
-    lines = {each.name: each for each in checks.gpus(told, {})}
+    lines = {each.name: each for each in torchchecks.gpus(told, {})}
     assert words in lines[name].found, lines
     assert (lines[name].level == "problem") == (words != "1 known to the driver (NVIDIA H200), 1 usable by torch")
 
@@ -196,6 +196,6 @@ def test_the_report_is_text_html_and_json() -> None:
 
 
 def test_the_doctor_is_a_function_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "probe", lambda *_: {"error": "no torch", "returncode": 1})
+    monkeypatch.setattr(torchchecks, "probe", lambda *_: {"error": "no torch", "returncode": 1})
     report = ddpkit.doctor({})
     assert isinstance(report, Report) and report.problems[0].name == "torch"
