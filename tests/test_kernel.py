@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +55,9 @@ class Kernel:
 @contextmanager
 def kernel(cwd: Path) -> Iterator[Kernel]:
     """A kernel of this environment in `cwd`."""
-    manager = KernelManager(kernel_name="python3")
+    # Sockets that are files: a TCP port may be taken by a job beside it before the kernel listens there.
+    sockets = tempfile.TemporaryDirectory(prefix="kernel-")
+    manager = KernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets.name}/socket")
     manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     manager.start_kernel(cwd=str(cwd))
     client = manager.blocking_client()
@@ -65,6 +68,7 @@ def kernel(cwd: Path) -> Iterator[Kernel]:
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+        sockets.cleanup()
 
 
 def test_a_cell_shows_the_view_and_then_the_runs_text_once(home: Path) -> None:
