@@ -76,7 +76,7 @@ class Verdict:
     `sentence` says it in a sentence or two ("" for a job that passed); `words` and `roles` tell it rank by rank.
     Roles: passed, culprit, own (failed by itself, but not the first), consequence, unknown. `kind` is passed, own, tie,
     left_early, never_joined, straggler, mismatch, shapes_differ, stopped_process, loader_stuck, loader_dead,
-    init_waiting, init_elsewhere, stale_addresses, all_waiting, stuck, busy, silent, agent_killed, agent_failed,
+    told_by_others, init_waiting, init_elsewhere, stale_addresses, all_waiting, stuck, busy, silent, agent_killed, agent_failed,
     peer_lost, gave_up, ended, timed_out or unknown.
     """
 
@@ -115,6 +115,8 @@ def classify(rank: Rank) -> Class:
 
 def classify_failure(failure: Failure, rank: Rank) -> Class:
     """Whether `failure` is the rank's own, or what a peer's end or silence did to it."""
+    if failure.at_fault and rank.rank not in failure.at_fault:
+        return "gave_up"
     texts = [f"{failure.type}: {failure.message}", *(f"{kind}: {message}" for kind, message in failure.chain)]
     if failure.type == "SIGABRT":
         # A C++ thread that meets a closed connection aborts the process; its last words are on stderr only.
@@ -234,6 +236,8 @@ def _spoke_within(by_time: Sequence[Rank], until_ns: int) -> Rank | None:
 def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[int, Class]) -> Found:
     """Only consequences were recorded: what was found when the first of them was hurt says whom it waited for."""
     victim = min(hurt, key=_failed_at)
+    if victim.failure and (named := victim.failure.at_fault):
+        return named[0] if len(named) == 1 else named, f"Rank {victim.rank} {_did(victim)}.", "told_by_others"
     met = "lost its peer" if classes[victim.rank] == "peer_lost" else "gave up waiting"
     where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
     finding = find(ranks, at_ns=_failed_at(victim) if classes[victim.rank] == "gave_up" else None)

@@ -19,7 +19,8 @@ class Failure:
     """How a rank failed by itself: an uncaught exception, `sys.exit` with a text or code, or a fatal signal.
 
     `at_ns` is the wall clock in nanoseconds, taken before the rank cleaned up; `chain` holds what the exception was
-    raised from, nearest first, as (type, message); `where` is the innermost line of the user's own code.
+    raised from, nearest first, as (type, message); `where` is the innermost line of the user's own code; `at_fault` are the
+    ranks that the exception itself names, () for nearly all.
     """
 
     at_ns: int
@@ -30,6 +31,7 @@ class Failure:
     where: Frame | None = None
     chain: tuple[tuple[str, str], ...] = ()
     errno: int | None = None
+    at_fault: tuple[int, ...] = ()
 
     @property
     def line_text(self) -> str:
@@ -291,6 +293,7 @@ def _failure(record: dict[str, Any]) -> Failure:
         frames=tuple(Frame(**f) for f in record["frames"]),
         where=Frame(**where) if where else None,
         chain=tuple((c["type"], c["message"]) for c in record["chain"]),
+        at_fault=tuple(record.get("at_fault", ())),
         errno=record.get("errno"),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.machinery
+import importlib.util
 import inspect
 import json
 import linecache
@@ -132,10 +133,20 @@ def _find_module(name: str) -> importlib.machinery.ModuleSpec | None:
         if not part.isidentifier() or places is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(part, list(places))
+        if spec is None and part == name.partition(".")[0]:
+            spec = _installed_otherwise(part)
         if spec is None:
             return None
         places = list(spec.submodule_search_locations) if spec.submodule_search_locations else None
     return spec
+
+
+def _installed_otherwise(package: str) -> importlib.machinery.ModuleSpec | None:
+    """`package` where its own finder knows it, as of an editable installation."""
+    try:
+        return importlib.util.find_spec(package)
+    except ValueError:
+        return None
 
 
 def of_cell(text: str, name: str, args: Sequence[str]) -> Target:

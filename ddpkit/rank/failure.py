@@ -74,6 +74,8 @@ def described(error: BaseException) -> dict[str, Any]:
         "frames": frames,
         "where": next((f for f in reversed(frames) if f["own"]), frames[-1] if frames else _syntax_error_place(error)),
         "errno": getattr(error, "errno", None),
+        # What the ranks found out together names those at fault; the others raise it too, as a consequence.
+        "at_fault": list(getattr(error, "at_fault", ())),
     }
 
 

@@ -1,0 +1,63 @@
+"""A whole training as one program: `torchrun -n 2 -m ddpkit.rank.training --batch-size 32`; `ddpkit train` starts it.
+
+`train` is the same for a program with a model of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from ddpkit.config import ConfigError, TrainConfig
+
+from .faults import Fault, inject
+from .logs import log_to
+from .memory import memory_budget
+from .process_group import setup
+from .reports import report
+from .trainer import Outcome, Trainer
+
+logger = logging.getLogger("ddpkit.rank")
+
+
+def train(config: TrainConfig, **parts: Any) -> Outcome:
+    """Bring the process group up, train, and take it down again; `parts` are `Trainer`'s model, loss, dataset and so on.
+
+    Raises:
+        ConfigError: with every fault of `config`, before the ranks meet.
+        Besides, what `setup` and `Trainer.train` raise.
+    """
+    log_to(config.log_dir or None, config.log_level, config.log_as_json)
+    with setup(config.backend, config.timeout_s, config.fallback) as here:
+        if faults := config.errors(here.world_size, here.device.type):
+            raise ConfigError(faults)
+        if config.memory_budget_mib:
+            memory_budget(config.memory_budget_mib)
+        for remark in config.remarks(here.world_size, here.device.type):
+            logger.warning("%s", remark)
+        samples = config.global_batch(here.world_size)
+        logger.info("%d samples a step: %d on each of %d ranks", samples, samples // here.world_size, here.world_size)
+        trainer = Trainer(config, here, **parts)
+        if config.fault:
+            inject(Fault.parse(config.fault), trainer)
+        outcome = trainer.train()
+        logger.info("done after %d steps (%s): loss %.4f", outcome.steps, outcome.ended_by, outcome.loss)
+        report(**asdict(outcome))
+    return outcome
+
+
+def main(arguments: list[str]) -> int:
+    """The program: options as `TrainConfig.from_args` takes them. Exit code 2: an option that cannot be."""
+    try:
+        config = TrainConfig.from_args(arguments)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    train(config)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""`load_weights`: reads a model's weights from a file of whichever layout, with or without DDP's prefix."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Under what name files keep the weights; a file may also hold nothing else.
+LAYOUTS = ("model_state", "model_state_dict", "state_dict", "model")
+PREFIXES = ("module.", "_orig_mod.")
+
+
+class WeightsError(RuntimeError):
+    """A file's weights cannot be loaded."""
+
+
+def load_weights(path: str | Path, model: torch.nn.Module, trust: bool = False) -> dict[str, Any]:
+    """Load the weights in `path` into `model`, and return what else is in the file (epoch, optimizer state, ...).
+
+    The weights may lie under `model_state`, `model_state_dict`, `state_dict` or `model`, or be the whole file; their names
+    may begin with `module.` (DDP) or `_orig_mod.` (torch.compile). `model` may be wrapped itself, or not. Everything is read
+    to the CPU first, so that ranks do not meet on one GPU. Load before the model is wrapped, or on every rank.
+
+    Args:
+        path: a file that `torch.save` wrote, or a folder that `Checkpoints` wrote.
+        trust: also read a file that holds more than tensors and plain values. Unpickling such a file runs its code.
+
+    Raises:
+        WeightsError: the file is not whole, holds no weights, or those of another model; the message says which.
+    """
+    file = Path(path) / "model.pt" if Path(path).is_dir() else Path(path)
+    held = _read(file, trust)
+    key = next((key for key in LAYOUTS if isinstance(held.get(key), dict)), None)
+    weights = dict(held[key]) if key else held
+    if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise WeightsError(f"load_weights: {file} holds no weights: it has {', '.join(map(str, held)) or 'nothing'}.")
+    bare = _bare(model)
+    weights = without_prefixes(weights, set(bare.state_dict()))
+    try:
+        bare.load_state_dict(weights)
+    except RuntimeError as error:
+        raise WeightsError(f"load_weights: the weights in {file} are of another model. {error}") from None
+    return {name: value for name, value in held.items() if name != key} if key else {}
+
+
+def without_prefixes(weights: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
+    """`weights` with the prefixes taken off that every name bears, as long as they are not names that the model has itself."""
+    while weights and not wanted & set(weights):
+        prefix = next((p for p in PREFIXES if all(name.startswith(p) for name in weights)), None)
+        if prefix is None:
+            break
+        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    return weights
+
+
+def _bare(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DDP's and torch.compile's wrappers."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def _read(file: Path, trust: bool) -> dict[str, Any]:
+    try:
+        held = torch.load(file, map_location="cpu", weights_only=not trust)
+    except FileNotFoundError:
+        raise WeightsError(f"load_weights: there is no file {file}.") from None
+    except pickle.UnpicklingError as error:
+        what = next(
+            (line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error).partition("\n")[0]
+        )
+        raise WeightsError(
+            f"load_weights: {file} holds more than tensors and plain values, and reading it would run its code. {what} "
+            "If you trust where it is from: load_weights(..., trust=True)."
+        ) from None
+    except (RuntimeError, EOFError, OSError) as error:
+        told = str(error).partition("\n")[0] or "it ends too early"
+        raise WeightsError(f"load_weights: {file} is not whole: {told}") from None
+    return held if isinstance(held, dict) else {}
