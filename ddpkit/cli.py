@@ -1,5 +1,6 @@
-"""The `ddpkit` command: `run` is torchrun with rank-tagged output and an honest exit code, `diagnose` reads any log, `doctor`
-looks over the machine, `explain` prints the catalog, `start` and `progress` go with the exercises."""
+"""The `ddpkit` command: `run` is torchrun with rank-tagged output and an honest exit code, `train` and `smoke` start the kit,
+`diagnose` reads any log, `doctor` looks over the machine, `explain` prints the catalog, `start` and `progress` go with the
+exercises."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from .catalog import Contents, NoSuchPage, Page
 from .catalog import explain as look_up
 from .errors import LaunchError, LogError
 from .launcher import launch
+from .options import EXIT_CODES
+from .smokecli import smoke
+from .traincli import CONTEXT, train
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Run torchrun jobs and hear the truth about them.")
-
-EXIT_CODES = {"passed": 0, "stopped": 130, "timed_out": 124, "hung": 124}
 
 
 @app.callback()
@@ -61,6 +63,10 @@ def run(
         warm=warm,
     )
     raise typer.Exit(EXIT_CODES.get(ended.state, 1))
+
+
+app.command(context_settings=CONTEXT)(train)
+app.command()(smoke)
 
 
 @app.command()

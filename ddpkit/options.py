@@ -14,6 +14,8 @@ from . import machine, wire
 from .errors import LaunchError
 
 BACKENDS = ("gloo", "nccl")
+# Of the commands, by how the job ended; 1 for all else.
+EXIT_CODES = {"passed": 0, "stopped": 130, "timed_out": 124, "hung": 124}
 # What `launch` takes, for whoever mistypes one of them.
 LAUNCH_OPTIONS = (
     "target args kwargs nproc backend env timeout stall stop_on_stall warm wait check show name reveal max_restarts torchrun"

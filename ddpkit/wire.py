@@ -75,6 +75,8 @@ MEMORY = "memory.jsonl"
 STACK = "stack.txt"
 CRASH = "crash.txt"
 JOINING = "joining.json"
+# What the rank logs by `ddpkit.rank.log_to`.
+LOG = "log.txt"
 ASK = "ask"
 PROGRESS = "progress.json"
 COLLECTIVES = "collectives.json"

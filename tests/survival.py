@@ -57,7 +57,9 @@ FAULTS = {
     fault.kind: fault
     for fault in (
         Fault("kill", "restarts", ""),
-        Fault("worker", "goes on", "the loader of rank {rank} lost a worker and goes on with 0", (("loader_retries", 1),)),
+        Fault(
+            "worker", "goes on", "the loader of rank {rank} lost a worker and goes on with 0", (("loader_retries", 1),)
+        ),
         Fault("nan", "goes on", "the loss of rank {rank} was not finite in 1 of"),
         Fault("oom", "restarts", "rank {rank} ran out of memory in step {step}"),
         Fault("hang", "restarts", "rank {rank} is still in the forward of step {step}", (("step_deadline_s", 3.0),)),
@@ -78,12 +80,19 @@ class Outcome:
     run: ddpkit.Run
 
 
-def trained(home: Path, nproc: int, restarts: int = 1, **changed: Any) -> ddpkit.Run:
+def trained(home: Path, nproc: int, restarts: int = 1, wait: bool = True, **changed: Any) -> ddpkit.Run:
     """Run the training with `changed` options; its checkpoints lie in home/checkpoints."""
     options = {**SIZES, "checkpoint_dir": str(home / "checkpoints"), "log_dir": str(home / "logs"), **changed}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return ddpkit.launch(
-        "ddpkit.rank.training", args=words, nproc=nproc, backend="gloo", max_restarts=restarts, timeout=240, show=False
+        "ddpkit.rank.training",
+        args=words,
+        nproc=nproc,
+        backend="gloo",
+        max_restarts=restarts,
+        timeout=240,
+        show=False,
+        wait=wait,
     )
 
 

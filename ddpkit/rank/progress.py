@@ -121,7 +121,8 @@ def slow_ranks(own_ms: list[tuple[float, float]], step_ms: float) -> str:
         if slow:
             most = max(times[r] for r in slow)
             holds = "holds" if len(slow) == 1 else "hold"
-            return f"{ranks_in_words(slow)} {holds} up the others by {what}: {most:.0f} ms of a step, the middle rank {middle:.0f} ms"
+            figures = f"{most:.0f} ms of a step, the middle rank {middle:.0f} ms"
+            return f"{ranks_in_words(slow)} {holds} up the others by {what}: {figures}"
     return ""
 
 

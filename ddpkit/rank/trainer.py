@@ -2,7 +2,8 @@
 
 A step adds nothing to DDP's own collectives and waits for the device nowhere. The parts have rooms of their own: `parallel.py`
 spreads the model, `optimization.py` turns gradients into parameters, `data.py` brings the batches, `progress.py` exchanges
-figures now and then, `saves.py` saves and goes on, `guard.py` and `deadline.py` ask what must hold.
+figures now and then, `recovery.py` bounds what may be left out, `saves.py` saves and goes on, `guard.py` and `deadline.py` ask
+what must hold.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,13 +24,13 @@ from .data import SafeLoader, safe_loader
 from .deadline import Deadline
 from .evaluation import evaluate, moved, samples
 from .loadplan import default_workers
-from .memory import is_out_of_memory
 from .monitor import MemoryMonitor
 from .optimization import Optimization
 from .parallel import spread
 from .profiling import Profile
 from .progress import Progress
 from .randomness import seed_everything
+from .recovery import Recovery
 from .saves import Saves
 
 if TYPE_CHECKING:
@@ -38,14 +39,6 @@ if TYPE_CHECKING:
     from .process_group import Here
 
 logger = logging.getLogger("ddpkit.rank")
-
-
-class TooManyErrors(RuntimeError):
-    """More steps of an epoch were left out than `max_errors_per_epoch` allows; `at_fault` are the ranks whose losses did it."""
-
-    def __init__(self, message: str, at_fault: Sequence[int]) -> None:
-        super().__init__(message)
-        self.at_fault = tuple(at_fault)
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,7 @@ class Trainer:
         self.saves = Saves(self)
         self.step, self.epoch = 0, 0
         self._parameters = [(name, p) for name, p in self.spread.bare.named_parameters() if p.requires_grad]
-        self._without_gradient: list[str] = []
+        self.recovery = Recovery(config, here, self.optimization)
         # From here on each rank draws its own dropout.
         seed_everything(config.seed + 1 + here.rank)
 
@@ -151,7 +144,7 @@ class Trainer:
 
     def _train_epoch(self) -> None:
         """From where the data stand to the end of their epoch, or of the training."""
-        self._skipped_before, self._spoilt = int(self.optimization.skipped), 0
+        self.recovery.begin_epoch()
         for window, data_s in self._windows():
             self._train_step(window, data_s)
             if self.step % self.config.log_interval == 0:
@@ -193,7 +186,7 @@ class Trainer:
                 self.deadline.at("backward", self.step)
                 self.backward(loss)
             total += loss.detach()
-        self._without_gradient = [name for name, p in self._parameters if p.grad is None]
+        self.recovery.look_at(self._parameters)
         self.deadline.at("optimizer", self.step)
         self.optimization.apply()
         self.step += 1
@@ -212,7 +205,7 @@ class Trainer:
             with self.optimization.autocast():
                 return self.compute_loss(moved(batch, self.here.device))
         except RuntimeError as error:
-            self._explain(error)
+            self.recovery.explain(error, self.step)
             raise
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -220,19 +213,8 @@ class Trainer:
         try:
             self.optimization.backward(loss)
         except RuntimeError as error:
-            self._explain(error)
+            self.recovery.explain(error, self.step)
             raise
-
-    def _explain(self, error: RuntimeError) -> None:
-        """Say with `error` what only this loop knows. Neither can be recovered from: the other ranks are in the same step."""
-        rank = self.here.rank
-        if "Expected to have finished reduction" in str(error) and self._without_gradient:
-            error.add_note(f"rank {rank}: no gradient in the step before for {', '.join(self._without_gradient)}.")
-        elif is_out_of_memory(error):
-            error.add_note(
-                f"rank {rank} ran out of memory in step {self.step}. The other ranks are in that step already, so it cannot be "
-                "tried again by one alone: the job ends here, and goes on from its last checkpoint when it is started again."
-            )
 
     # Between steps.
 
@@ -243,28 +225,11 @@ class Trainer:
             return
         self._mean = interval.loss
         self.progress.say(self.step, self.epoch, interval)
-        self._bound_errors(interval.not_finite)
+        self.recovery.bound(self.epoch, interval.not_finite)
         if self.config.cleanup_interval and self.step % self.config.cleanup_interval < self.config.log_interval:
             gc.collect()
         if interval.loss <= self.config.target_loss:
             self._ended_by = f"target loss {self.config.target_loss:g} reached"
-
-    def _bound_errors(self, not_finite: dict[int, int]) -> None:
-        """End the job when too many steps of this epoch were left out; the ranks whose loss spoilt them fail first."""
-        # fp16's scale is found by steps that overflow: those are no errors, as long as the losses are finite.
-        skipped = int(self.optimization.skipped) - self._skipped_before
-        self._spoilt += max(not_finite.values(), default=0)
-        errors = self._spoilt if self.optimization.scaler else skipped
-        if errors <= self.config.max_errors_per_epoch:
-            return
-        whose = (
-            guard.ranks_in_words(sorted(not_finite)) if not_finite else "no rank: the gradients alone were not finite"
-        )
-        raise TooManyErrors(
-            f"{errors} steps of epoch {self.epoch} were left out because loss or gradients were not finite (the loss of "
-            f"{whose}), and max_errors_per_epoch is {self.config.max_errors_per_epoch}. Look at the data and the learning rate.",
-            at_fault=sorted(not_finite),
-        )
 
     def _finish_epoch(self) -> None:
         self._exchange()
@@ -298,6 +263,7 @@ class Trainer:
             num_workers=None if config.num_workers is None else min(config.num_workers, share),
             timeout_s=config.loader_timeout_s or None,
             retries=config.loader_retries,
+            pin_memory=None if config.pin_memory else False,
         )
 
     def _monitor(self) -> MemoryMonitor:
