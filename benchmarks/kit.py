@@ -162,7 +162,7 @@ def said(values: list[float], others: list[float]) -> str:
     return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
-def table(took: dict[str, list[tuple[float, float]]], looks_us: float, command: str) -> str:
+def table(took: dict[str, list[tuple[float, float]]], command: str, model: str) -> str:
     """The measurements as a table, with how they were made."""
     wall, cpu = ({name: [pair[i] for pair in pairs] for name, pairs in took.items()} for i in (0, 1))
     rows = [
@@ -172,12 +172,10 @@ def table(took: dict[str, list[tuple[float, float]]], looks_us: float, command: 
     ]
     how = (
         f"`{command}` on {time.strftime('%Y-%m-%d')}: 2 ranks, gloo, {os.cpu_count()} cores, torch {metadata.version('torch')}, "
-        f"Python {platform.python_version()}; {LAYERS} layers of {SIZE} by {SIZE}, batches of {BATCH}."
+        f"Python {platform.python_version()}; {model}."
     )
     head = "| a step | ms, median | time against the bare loop (95 %) | CPU time against it (95 %) |\n|:--|--:|--:|--:|"
-    share = looks_us / 1e6 / statistics.median(wall[BARE])
-    looks = f"One `MemoryMonitor.step()` by itself takes {looks_us:.1f} µs, {share:.3%} of the bare step."
-    return "\n".join([how, "", head, *rows, "", looks])
+    return "\n".join([how, "", head, *rows])
 
 
 def write(found: str) -> None:
@@ -204,7 +202,10 @@ def main() -> None:
         numbers = ["--rounds", str(asked.rounds), "--steps", str(asked.steps)]
         run = ddpkit.launch(__file__, args=numbers, nproc=2, backend="gloo", show=False).check()
         reported = run.reported[0]
-        found = table(reported["took"], reported["looks_us"], f"python benchmarks/kit.py {' '.join(numbers)} --write")
+        model = f"{LAYERS} layers of {SIZE} by {SIZE}, batches of {BATCH}"
+        found = table(reported["took"], f"python benchmarks/kit.py {' '.join(numbers)} --write", model)
+        share = reported["looks_us"] / 1e6 / statistics.median(seconds for seconds, _ in reported["took"][BARE])
+        found += f"\n\nOne `MemoryMonitor.step()` by itself takes {reported['looks_us']:.1f} µs, {share:.3%} of the bare step."
     print(found)
     if asked.write:
         write(found)

@@ -134,6 +134,11 @@ class Rank:
         return self._log("stderr")
 
     @property
+    def log(self) -> str:
+        """What the rank logged, where its script called `ddpkit.rank.log_to`; "" where it did not."""
+        return _text(self.folder / wire.LOG)
+
+    @property
     def stack(self) -> str:
         """The Python stack of every thread as last asked for while the rank ran, or as it crashed; "" if never."""
         return _text(self.folder / wire.STACK) or _text(self.folder / wire.CRASH)

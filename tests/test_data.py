@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -13,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ import ddpkit
 from ddpkit import Run
 from ddpkit.rank.data import SafeLoader, UnevenData, WorkerDied, WorkerTimedOut, safe_loader
 from ddpkit.rank.loadplan import default_context, default_workers
+from ddpkit.rank.workers import preload_torch
 
 Script = Callable[..., str]
 # A forked worker of an older torch imports for seconds before its first batch.
@@ -134,7 +138,7 @@ def no_worker_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before = {p.pid for p in workers()}
     yield
     # A job is looked after by `home`, and has left the warm process.
-    if request.node.get_closest_marker("job"):
+    if "home" in request.fixturenames:
         return
     wait_for(lambda: {p.pid for p in workers()} <= before or gc.collect() < 0)
 
@@ -155,6 +159,7 @@ def test_a_batch_is_the_same_whoever_makes_it_and_wherever_the_pass_began(datase
         loader.close()
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("way", ["spawn", "forkserver"])
 def test_started_workers_make_the_same_batches_as_forked_ones(way: str) -> None:
     expected = epochs(safe_loader(Samples(), 5, num_workers=0))
@@ -456,6 +461,7 @@ def test_a_workers_exception_is_passed_on_as_it_is(count: int) -> None:
     assert workers() == [] and caught.value.__cause__ is None
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("ending", ["sys.exit(0)", "raise ValueError", "os.kill(os.getpid(), 9)"])
 def test_workers_go_with_their_rank(ending: str) -> None:
     code = f"""
@@ -476,7 +482,7 @@ for batch in loader:
 
 
 @on_linux
-@pytest.mark.parametrize("way", ["fork", "forkserver"])
+@pytest.mark.parametrize("way", ["fork", pytest.param("forkserver", marks=pytest.mark.job)])
 def test_the_loader_goes_on_with_half_the_workers_at_the_missing_batch(
     way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -502,10 +508,10 @@ def test_a_stuck_worker_is_replaced_too(tmp_path: Path) -> None:
 
 @on_linux
 def test_retries_are_bounded_in_each_epoch(tmp_path: Path) -> None:
-    loader = safe_loader(Fails(Killed(signal.SIGKILL), tmp_path, times=2), 4, num_workers=4, retries=1)
+    loader = safe_loader(Fails(Killed(signal.SIGKILL), tmp_path, times=2), 4, num_workers=2, retries=1)
     with pytest.raises(WorkerDied):
         list(loader)
-    assert loader.num_workers == 2 and workers() == []
+    assert loader.num_workers == 1 and workers() == []
     state = loader.state_dict()
     rest = list(safe_loader(Samples(), 4, num_workers=0))[state["batch"] :]
     loader.load_state_dict(state)
@@ -533,21 +539,14 @@ def test_a_worker_that_dies_between_two_epochs_is_missed_in_the_next(retries: in
 
 @on_linux
 def test_a_forkserver_imports_torch_once_unless_the_program_has_said_what_it_imports() -> None:
-    code = """
-import multiprocessing, sys
-from multiprocessing import forkserver
-if len(sys.argv) > 1:
-    multiprocessing.set_forkserver_preload(sys.argv[1:])
-from ddpkit.rank.data import safe_loader
-list(safe_loader([0.0], 1, num_workers=0, multiprocessing_context="forkserver"))
-assert not forkserver._forkserver._forkserver_pid
-from ddpkit.rank.workers import preload_torch
-preload_torch()
-print(*forkserver._forkserver._preload_modules)
-"""
-    for own, expected in (([], "__main__ ddpkit.rank.batches\n"), (["json"], "json\n")):
-        done = subprocess.run([sys.executable, "-c", code, *own], capture_output=True, text=True, timeout=60)
-        assert done.stdout == expected, done.stderr
+    before = forkserver._forkserver._preload_modules
+    try:
+        for named, expected in ((["__main__"], ["__main__", "ddpkit.rank.batches"]), (["json"], ["json"])):
+            multiprocessing.set_forkserver_preload(named)
+            preload_torch()
+            assert forkserver._forkserver._preload_modules == expected
+    finally:
+        multiprocessing.set_forkserver_preload(before)
 
 
 @pytest.mark.soak
@@ -560,11 +559,14 @@ def test_a_kill_at_any_moment_changes_no_batch() -> None:
 
     expected = list(safe_loader(Slow(), 2, num_workers=0))
     chance = random.Random(0)
+
+    def kill_one() -> None:
+        with contextlib.suppress(IndexError, psutil.NoSuchProcess):
+            chance.choice(workers()).kill()
+
     for _ in range(100):
         loader = safe_loader(Slow(), 2, num_workers=2, retries=5, timeout_s=60)
-        timer = threading.Timer(
-            chance.uniform(0, 0.15), lambda: [chance.choice(found).kill() for found in [workers()] if found]
-        )
+        timer = threading.Timer(chance.uniform(0, 0.15), kill_one)
         timer.start()
         found = list(loader)
         timer.join()

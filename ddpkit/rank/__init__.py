@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from .checkpoint import Checkpoints
     from .comm import CommProfiler
-    from .data import SafeLoader, UnevenData, WorkerDied, safe_loader
+    from .data import SafeLoader, UnevenData, WorkerDied, WorkerTimedOut, safe_loader
     from .deadline import Deadline
     from .example import SmallTransformer, SyntheticTokens
     from .guard import all_finite, check_replicas, check_steps, unused_parameters
@@ -29,7 +29,7 @@ _HOMES = {
     "reports": ("report",),
     "memory": ("memory_budget", "Budget", "is_out_of_memory"),
     "monitor": ("MemoryMonitor",),
-    "data": ("safe_loader", "SafeLoader", "WorkerDied", "UnevenData"),
+    "data": ("safe_loader", "SafeLoader", "WorkerDied", "WorkerTimedOut", "UnevenData"),
     "guard": ("check_steps", "check_replicas", "all_finite", "unused_parameters"),
     "deadline": ("Deadline",),
     "checkpoint": ("Checkpoints",),
@@ -57,6 +57,7 @@ __all__ = [
     "Trainer",
     "UnevenData",
     "WorkerDied",
+    "WorkerTimedOut",
     "all_finite",
     "check_replicas",
     "check_steps",

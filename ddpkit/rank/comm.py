@@ -46,6 +46,7 @@ class CommProfiler:
 
     Args:
         ddp_model: a `DistributedDataParallel`. With a comm hook of its own, its buckets are not timed; `stats()["note"]` says so.
+            Register such a hook before this one: DDP takes no second.
         enabled: False makes all of it nothing.
         trace: have torch's profiler time every collective, those of DDP and of the program; costs much more, for a few steps.
 

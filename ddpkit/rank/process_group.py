@@ -152,19 +152,18 @@ class setup:
         return own, roll, name
 
     def _init(self, backend: str, given: Given, may_fall_back: bool) -> str:
-        """Bring the group up, with gloo where it does not come up with `backend` and that is allowed; the one it has."""
-        if backend == "gloo" or not may_fall_back:
-            try:
-                _start(backend, given, backend)
-            except Exception as error:
-                if self._roll is not None:
-                    self._roll.raise_if_failed_elsewhere(error)
-                raise
-            return backend
+        """Bring the group up, with gloo where it does not come up with `backend` and that is allowed; the one it has.
+
+        No rank goes on before all are up: gloo's last handshakes fail where a peer is through with its program already.
+        """
         said = ""
         try:
             _start(backend, given, backend)
         except Exception as error:
+            if backend == "gloo" or not may_fall_back:
+                if self._roll is not None:
+                    self._roll.raise_if_failed_elsewhere(error)
+                raise
             said = f"{type(error).__name__}: {error}".splitlines()[0]
         outcomes = [said] if self._roll is None else self._roll.exchange("outcome", said)
         if not any(outcomes):

@@ -60,7 +60,7 @@ class Profile:
             self._comm = self._around.enter_context(CommProfiler(self._model))
         on_gpu = [torch.profiler.ProfilerActivity.CUDA] if self._here.device.type == "cuda" else []
         self._trace = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU, *on_gpu], profile_memory=True
+            activities=[torch.profiler.ProfilerActivity.CPU, *on_gpu]
         )
         self._around.enter_context(self._trace)
 

@@ -90,14 +90,12 @@ class RollCall:
         if self.failed_elsewhere() is None:
             own = {"at": time.time(), "rank": self._own.rank, "by": self._by}
             self._store.set("/failed", json.dumps({**own, "said": f"{type(error).__name__}: {error}"}))
-        self._store.add(f"/heeded//{self._by}", 1)
+        self._store.set(f"/heeded//{self._own.rank}", self._by)
 
     def linger(self) -> None:
-        """Wait a moment until all that have come know of the failure: the store goes with this process."""
+        """Wait a moment until all know of the failure, those too that come only now: the store goes with this process."""
         until = time.monotonic() + LINGER_S
-        came = [_facts(json.loads(text)) for key in self._keys("rank") if (text := self._text_of(key))]
-        keys = [f"/heeded//{facts.pid} on {facts.host}" for facts in came]
-        while keys and time.monotonic() < until and not self._store.check(keys):
+        while time.monotonic() < until and not self._store.check(self._keys("heeded")):
             time.sleep(0.005)
 
     def failed_elsewhere(self) -> dict[str, Any] | None:

@@ -34,7 +34,8 @@ class Saves:
         if not its.config.save_checkpoints or self._saved == its.step:
             return
         state = its.spread.state(its.optimization.optimizer)
-        shared = {"epoch": its.epoch, "config": its.config.to_dict(), **its.optimization.state()}
+        shared = {"epoch": its.epoch, "loss": its.mean_loss, "score": its.score, "config": its.config.to_dict()}
+        shared |= its.optimization.state()
         own = {"loader": its.loader.state_dict()}
         if its.spread.sharded:
             self._checkpoints.save(its.step, shared, own, state)
@@ -62,6 +63,7 @@ class Saves:
         its.optimization.load(shared)
         its.loader.load_state_dict(own["loader"])
         its.step, its.epoch, self._saved = found.step, shared["epoch"], found.step
+        its.mean_loss, its.score = shared["loss"], shared["score"]
         logger.info("goes on from %s: %d steps are done", found.folder, found.step)
         return found.step
 

@@ -84,7 +84,7 @@ class Trainer:
         seed_everything(config.seed)
         if dataset is None:
             dataset, evaluation = example.datasets(config)
-        self.spread = spread(model or example.SmallTransformer(config), config, here)
+        self.spread = spread(example.SmallTransformer(config) if model is None else model, config, here)
         self.loss = loss or example.language_model_loss
         self.dataset = dataset
         self.loader = self._loader()
@@ -94,6 +94,9 @@ class Trainer:
         )
         self.saves = Saves(self)
         self.step, self.epoch = 0, 0
+        self._resumed_from: int | None = None
+        self.mean_loss = float("nan")
+        self.score: float | None = None
         self._parameters = [(name, p) for name, p in self.spread.bare.named_parameters() if p.requires_grad]
         self.recovery = Recovery(config, here, self.optimization)
         # From here on each rank draws its own dropout.
@@ -112,10 +115,10 @@ class Trainer:
         """
         if warmup_steps is not None:
             self.optimization.warm_up(warmup_steps)
-        self._end = num_steps or self.config.max_steps or self.config.num_epochs * self._windows_per_epoch()
-        self._ended_by, self._mean = "", float("nan")
-        self._scored: float | None = None
-        resumed_from = self.saves.resume()
+        self._end = num_steps or self.config.max_steps or self._steps_of_all_epochs()
+        self._ended_by = ""
+        if self._resumed_from is None:
+            self._resumed_from = self.saves.resume()
         with ExitStack() as around:
             self.memory = around.enter_context(self._monitor())
             self.deadline = around.enter_context(Deadline(self.config.step_deadline_s or None, self.here))
@@ -135,10 +138,10 @@ class Trainer:
         return Outcome(
             self.step,
             self.epoch,
-            self._mean,
-            self._scored,
+            self.mean_loss,
+            self.score,
             int(self.optimization.skipped),
-            resumed_from,
+            self._resumed_from,
             self._ended_by,
         )
 
@@ -154,7 +157,7 @@ class Trainer:
             if self.config.checkpoint_interval and self.step % self.config.checkpoint_interval == 0:
                 self.saves.save()
         # An epoch is done when the loader has begun the next, or, where the last step was its last, is about to.
-        if self.loader.state_dict()["batch"] in (0, len(self.loader)):
+        if self.loader.state_dict()["batch"] in (0, self._batches_per_epoch()):
             self._finish_epoch()
 
     def _windows(self) -> Iterator[tuple[list[Any], float]]:
@@ -223,7 +226,7 @@ class Trainer:
         interval = self.progress.exchange(self.loader.num_workers)
         if not interval.steps:
             return
-        self._mean = interval.loss
+        self.mean_loss = interval.loss
         self.progress.say(self.step, self.epoch, interval)
         self.recovery.bound(self.epoch, interval.not_finite)
         if self.config.cleanup_interval and self.step % self.config.cleanup_interval < self.config.log_interval:
@@ -237,8 +240,8 @@ class Trainer:
         if self.config.check_replicas:
             guard.check_replicas(self.spread.bare)
         if self.evaluation is not None:
-            self._scored = evaluate(self, self.evaluation)
-            logger.info("epoch %d is done: evaluation loss %.4f", self.epoch, self._scored)
+            self.score = evaluate(self, self.evaluation)
+            logger.info("epoch %d is done: evaluation loss %.4f", self.epoch, self.score)
         self.epoch += 1
         self.loader.epoch = self.epoch
         if self.epoch % self.config.save_interval == 0:
@@ -270,5 +273,17 @@ class Trainer:
         limit_mib = 1024 * self.config.max_memory_gb
         return MemoryMonitor(limit_mib=limit_mib, every=self.config.memory_check_interval, device=self.here.device)
 
-    def _windows_per_epoch(self) -> int:
-        return math.ceil(len(self.loader) / self.config.gradient_accumulation_steps)
+    def _batches_per_epoch(self) -> int | None:
+        """None where the dataset does not say how long it is."""
+        try:
+            return len(self.loader)
+        except TypeError:
+            return None
+
+    def _steps_of_all_epochs(self) -> int:
+        batches = self._batches_per_epoch()
+        if batches is None:
+            raise ValueError(
+                "Trainer: the dataset has no length, so epochs cannot be counted in steps; give max_steps."
+            )
+        return self.config.num_epochs * math.ceil(batches / self.config.gradient_accumulation_steps)
