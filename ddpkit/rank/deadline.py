@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 PHASES = ("data", "forward", "backward", "optimizer")
 # How long a rank waits for the others to say where they are, and for those at fault to end first.
-ANSWER_S, AFTER_YOU_S = 2.0, 3.0
+ANSWER_S, AFTER_YOU_S = 5.0, 3.0
 
 logger = logging.getLogger("ddpkit.rank")
 
@@ -59,13 +60,12 @@ class Deadline:
         if seconds is not None and seconds <= 0:
             raise ValueError(f"Deadline: {seconds:g} seconds asked for; give more than 0, or None for no deadline.")
         self._seconds, self._here = seconds or 0.0, here
-        self._mark = (time.monotonic(), 0, PHASES[0])
+        self._mark = (math.inf, 0, PHASES[0])
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="ddpkit-deadline")
 
     def __enter__(self) -> Deadline:
-        self._mark = (time.monotonic(), 0, PHASES[0])
         if self._seconds:
             self._thread.start()
         return self
@@ -78,9 +78,16 @@ class Deadline:
         since = time.monotonic() if phase == PHASES[0] else self._mark[0]
         self._mark = (since, step, phase)
 
+    def rest(self) -> None:
+        """The step is over; what comes before the next (a save, an evaluation) has no deadline."""
+        self._mark = (math.inf, *self._mark[1:])
+
+    def _left_s(self) -> float:
+        return self._mark[0] + self._seconds - time.monotonic()
+
     def _watch(self) -> None:
-        while not self._ended.wait(max(0.01, self._mark[0] + self._seconds - time.monotonic())):
-            if time.monotonic() >= self._mark[0] + self._seconds:
+        while not self._ended.wait(min(max(0.01, self._left_s()), self._seconds)):
+            if self._left_s() <= 0:
                 return self._time_is_up()
 
     def _time_is_up(self) -> None:

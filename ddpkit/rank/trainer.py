@@ -150,6 +150,7 @@ class Trainer:
         self.recovery.begin_epoch()
         for window, data_s in self._windows():
             self._train_step(window, data_s)
+            self.deadline.rest()
             if self.step % self.config.log_interval == 0:
                 self._exchange()
             if self._is_done():
