@@ -36,6 +36,7 @@ _PEER_LOST = re.compile(
     r"|ncclRemoteError|remote process exited or there was a network error"
     r"|Connection was likely closed\. Did the remote server shutdown or crash"
     r"|connectFullMesh failed.*Connection refused"
+    r"|setup: rank \d+ failed in its setup"  # ddpkit.rank.setup, of another rank
     r"|Detected at least one rank that exhausted inputs\. Throwing across all ranks",
     re.DOTALL,
 )

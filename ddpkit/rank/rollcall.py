@@ -106,8 +106,15 @@ class RollCall:
         return told if self._is_of_now(told) and told["by"] != self._by else None
 
     def raise_if_failed_elsewhere(self, cause: BaseException | None = None) -> None:
-        """Raise what another rank has told of its failure."""
-        if told := self.failed_elsewhere():
+        """Raise what another rank has told of its failure, from `cause` where this rank has met one that is its consequence."""
+        try:
+            told = self.failed_elsewhere()
+        except RuntimeError:
+            if cause is None:
+                raise
+            # The store is gone too: then the cause must do.
+            return
+        if told:
             raise RuntimeError(f"setup: rank {told['rank']} failed in its setup: {told['said']}") from cause
 
     def _keys(self, kind: str) -> list[str]:
