@@ -412,6 +412,7 @@ def test_a_rank_of_a_ddpkit_job_logs_into_its_own_folder(script: Script, home: P
         assert (first["rank"], first["level"], first["message"]) == (rank, "INFO", "one line")
         assert second["level"] == "ERROR" and second["exception"].endswith("ZeroDivisionError: division by zero")
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", second["time"])
+        assert json.loads(run.ranks[rank].log.splitlines()[0]) == first
     assert run.ranks[0].stdout == "[DDP-INFO] one line\n"
 
 

@@ -28,8 +28,8 @@ def log_to(folder: str | os.PathLike[str] | None = None, level: str = "INFO", as
     without one; a second call replaces what the first has set.
 
     Args:
-        folder: where the files go; it is made. Without, a rank of a ddpkit job writes into its own folder of the run, and
-            elsewhere no file is written.
+        folder: where the files go; it is made. Without, none is written there. A rank of a ddpkit job always writes one
+            into its own folder of the run as well, which `run.ranks[r].log` reads.
         level: the least that is written: DEBUG, INFO, WARNING, ERROR or CRITICAL.
         as_json: write a line of JSON for each record instead, to `rank_<r>.jsonl`.
 
@@ -45,11 +45,12 @@ def log_to(folder: str | os.PathLike[str] | None = None, level: str = "INFO", as
     if rank == 0:
         # What goes to stderr need not be told twice.
         handlers.append(_to(sys.stdout, _Lines(""), below=logging.ERROR))
-    if (path := _file(folder, rank, as_json)) is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, encoding="utf-8")
-        file.setFormatter(_Json(rank) if as_json else _Lines(f"[rank{rank}]: ", timed=True))
-        handlers.append(file)
+    lines = _Json(rank) if as_json else _Lines(f"[rank{rank}]: ", timed=True)
+    if folder is not None:
+        name_there = f"rank_{rank}.{'jsonl' if as_json else 'log'}"
+        handlers.append(_file(Path(folder) / name_there, lines))
+    if (own := wire.own_rank_folder()) is not None:
+        handlers.append(_file(own / wire.LOG, lines))
     return _logger(handlers, name)
 
 
@@ -66,11 +67,11 @@ def _logger(handlers: list[logging.Handler], level: str) -> logging.Logger:
     return logger
 
 
-def _file(folder: str | os.PathLike[str] | None, rank: int, as_json: bool) -> Path | None:
-    if folder is not None:
-        return Path(folder) / f"rank_{rank}.{'jsonl' if as_json else 'log'}"
-    own = wire.own_rank_folder()
-    return None if own is None else own / wire.LOG
+def _file(path: Path, lines: logging.Formatter) -> logging.Handler:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(lines)
+    return handler
 
 
 def _to(stream: TextIO, lines: logging.Formatter, least: int = 0, below: int = 100) -> logging.Handler:
