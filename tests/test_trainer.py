@@ -249,3 +249,24 @@ def test_a_stream_without_a_length_trains_for_so_many_steps_and_goes_on(home: Pa
     assert said["refused"].startswith("Trainer: the dataset has no length, so epochs cannot be counted in steps")
     # 10 batches make an epoch; one was left after its first step.
     assert (said["first"], said["second"], said["epochs"]) == (1, 25, 2)
+
+
+def test_the_data_that_are_brought_along_are_those_that_the_batch_is_judged_by(home: Path, script: Script) -> None:
+    run = ddpkit.launch(
+        script(
+            """
+            import torch
+            from ddpkit.rank import TrainConfig, train
+            data = torch.utils.data.TensorDataset(torch.randn(20_000, 3), torch.randn(20_000, 1))
+            parts = dict(model=torch.nn.Linear(3, 1), loss=torch.nn.MSELoss(), dataset=data)
+            train(TrainConfig(batch_size=10_000, num_epochs=1, num_workers=0, save_checkpoints=False), **parts)
+            train(TrainConfig(batch_size=10_001, num_epochs=1, num_workers=0, save_checkpoints=False), **parts)
+            """
+        ),
+        backend="gloo",
+        timeout=120,
+        show=False,
+    )
+    assert run.culprit == "every rank" and run.diagnosis.name == "config_error", str(run)
+    assert "done after 1 steps" in run.ranks[0].stdout
+    assert "training.batch_size 10001 on 2 ranks takes 20002 samples for one step" in run.ranks[0].stderr

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import asdict
+from collections.abc import Sized
+from dataclasses import asdict, replace
 from typing import Any
 
 from ddpkit.config import ConfigError, TrainConfig
@@ -31,7 +32,7 @@ def train(config: TrainConfig, **parts: Any) -> Outcome:
     """
     log_to(config.log_dir or None, config.log_level, config.log_as_json)
     with setup(config.backend, config.timeout_s, config.fallback) as here:
-        if faults := config.errors(here.world_size, here.device.type):
+        if faults := _with_its_data(config, parts).errors(here.world_size, here.device.type):
             raise ConfigError(faults)
         if config.memory_budget_mib:
             memory_budget(config.memory_budget_mib)
@@ -46,6 +47,12 @@ def train(config: TrainConfig, **parts: Any) -> Outcome:
         logger.info("done after %d steps (%s): loss %.4f", outcome.steps, outcome.ended_by, outcome.loss)
         report(**asdict(outcome))
     return outcome
+
+
+def _with_its_data(config: TrainConfig, parts: dict[str, Any]) -> TrainConfig:
+    """`config` as it is to be judged: with the size of the data that are brought along, if any are and they have one."""
+    data = parts.get("dataset")
+    return replace(config, dataset_size=len(data), eval_fraction=0.0) if isinstance(data, Sized) else config
 
 
 def main(arguments: list[str]) -> int:
