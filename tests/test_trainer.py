@@ -12,7 +12,7 @@ from survival import FAULTS, SIZES, Fault, outcome, parameters, trained
 
 import ddpkit
 from ddpkit.rank.faults import Fault as Injected
-from ddpkit.rank.progress import slow_ranks
+from ddpkit.rank.progress import lost_workers, slow_ranks
 
 pytestmark = [pytest.mark.job, pytest.mark.xdist_group("trainer")]
 Script = Callable[..., str]
@@ -199,6 +199,20 @@ def test_a_fault_that_cannot_be_is_one_sentence() -> None:
         ValueError, match=r'fault "melt:1:2" is not KIND:RANK:STEP with a kind of kill, worker, nan, oom'
     ):
         Injected.parse("melt:1:2")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "lost"),
+    [
+        ([1, 1], [0, 1], [0]),
+        ([0, 1], [0, 0], []),
+        ([2, 2], [1, 1], [0, 1]),
+        ([1, 1, 1], [1, 0, 0], [1, 2]),
+        ([4, 4], [4, 4], []),
+    ],
+)
+def test_who_lost_a_worker_is_not_who_takes_as_few_after_it(before: list[int], now: list[int], lost: list[int]) -> None:
+    assert lost_workers(dict(enumerate(before)), dict(enumerate(now))) == lost
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,10 @@ class Interval:
 class Progress:
     """Follows the steps of this rank. The bar is rank 0's; it goes to standard output, which the live view follows too."""
 
-    def __init__(self, here: Here, total_steps: int, done: int) -> None:
+    def __init__(self, here: Here, total_steps: int, done: int, workers: int) -> None:
         self._here = here
         self._bar = _bar(total_steps, done) if here.rank == 0 else None
-        self._workers: dict[int, int] = {}
+        self._workers = dict.fromkeys(range(here.world_size), workers)
         self._begin()
 
     def _begin(self) -> None:
@@ -94,9 +94,9 @@ class Progress:
             logger.warning(
                 "step %d: the loss of rank %d was not finite in %d of %d steps", step, rank, times, interval.steps
             )
-        for rank, workers in interval.workers.items():
-            if workers < self._workers.get(rank, 0):
-                logger.warning("step %d: the loader of rank %d lost a worker and goes on with %d", step, rank, workers)
+        for rank in lost_workers(self._workers, interval.workers):
+            left = interval.workers[rank]
+            logger.warning("step %d: the loader of rank %d lost a worker and goes on with %d", step, rank, left)
         self._workers = interval.workers
         if interval.slow:
             logger.warning("step %d: %s", step, interval.slow)
@@ -104,6 +104,12 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def lost_workers(before: dict[int, int], now: dict[int, int]) -> list[int]:
+    """The ranks whose loader lost a worker. In the next epoch the others take as few, and have lost none."""
+    fewer = [rank for rank, workers in now.items() if workers < before[rank]]
+    return fewer if len(fewer) == len(now) else [rank for rank in fewer if now[rank] < max(now.values())]
 
 
 def slow_ranks(own_ms: list[tuple[float, float]], step_ms: float) -> str:

@@ -130,7 +130,7 @@ class Trainer:
                     self.here,
                 )
             )
-            self.progress = Progress(self.here, self._end, self.step)
+            self.progress = Progress(self.here, self._end, self.step, self.loader.num_workers)
             around.callback(self.progress.close)
             while not self._is_done():
                 self._train_epoch()
