@@ -72,7 +72,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """A training with a fault, beside one without: what is not as it should be, and what it cost."""
+    """A training with a fault, beside one without: what is not as it should be, how long it took, the steps done twice."""
 
     wrong: str
     seconds: float
@@ -104,12 +104,11 @@ def parameters(home: Path) -> dict[str, torch.Tensor]:
 
 
 @cache
-def undisturbed(home: Path, nproc: int, fault: str = "") -> tuple[dict[str, torch.Tensor], float]:
-    """Parameters and seconds of the training that nothing happened to (or `fault`, which leaves out a step)."""
-    since = time.monotonic()
+def undisturbed(home: Path, nproc: int, fault: str = "") -> dict[str, torch.Tensor]:
+    """Parameters of the training that nothing happened to (or `fault`, which leaves out a step)."""
     run = trained(home, nproc, **({"fault": fault} if fault else {}))
     assert run.ok, str(run)
-    return parameters(home), time.monotonic() - since
+    return parameters(home)
 
 
 def outcome(home: Path, fault: Fault, rank: int, step: int, nproc: int = 2) -> Outcome:
@@ -117,14 +116,14 @@ def outcome(home: Path, fault: Fault, rank: int, step: int, nproc: int = 2) -> O
     compared = undisturbed(home / f"undisturbed_{nproc}", nproc)
     if fault.spoils:
         other = (rank + 1) % nproc
-        compared = undisturbed(home / f"nan_{nproc}_{other}_{step}", nproc, f"nan:{other}:{step}")[0], compared[1]
+        compared = undisturbed(home / f"nan_{nproc}_{other}_{step}", nproc, f"nan:{other}:{step}")
     own = home / f"{fault.kind}_{nproc}_{rank}_{step}"
     since = time.monotonic()
     restarts = int(fault.ends == "restarts")
     run = trained(own, nproc, restarts, fault=f"{fault.kind}:{rank}:{step}", **dict(fault.options))
-    seconds = time.monotonic() - since - compared[1]
+    seconds = time.monotonic() - since
     wrong = told_wrong(run, fault, rank, step) or (
-        "" if fault.ends == "refused" else lost(own, run, fault, step, compared[0])
+        "" if fault.ends == "refused" else lost(own, run, fault, step, compared)
     )
     return Outcome(wrong, seconds, step - resumed_from(run) if fault.ends == "restarts" else 0, run)
 

@@ -37,8 +37,8 @@ class Row:
     again: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    def add(self, found: Outcome, moment: str) -> None:
-        self.seconds.append(found.seconds)
+    def add(self, found: Outcome, usual_s: float, moment: str) -> None:
+        self.seconds.append(found.seconds - usual_s)
         self.again.append(found.steps_again)
         if found.wrong:
             self.wrong.append(f"{moment}: {found.wrong}")
@@ -58,16 +58,17 @@ def moments(fault: Fault, nproc: int, drawn: random.Random) -> list[tuple[int, i
 def test_every_fault_at_random_moments(home: Path, nproc: int) -> None:
     drawn = random.Random(f"{SEED} {nproc}")
     rows: dict[str, Row] = {kind: Row() for kind in FAULTS}
+    usual_s = _usual_s(home, nproc)
     for kind, fault in FAULTS.items():
         for rank, step in moments(fault, nproc, drawn):
-            rows[kind].add(outcome(home, fault, rank, step, nproc), f"rank {rank}, step {step}")
+            rows[kind].add(outcome(home, fault, rank, step, nproc), usual_s, f"rank {rank}, step {step}")
     _write(f"<!-- faults {nproc} -->", _table(rows, nproc))
     assert not [each for row in rows.values() for each in row.wrong]
 
 
 def test_kills_from_outside_at_random_moments(home: Path) -> None:
     drawn = random.Random(SEED)
-    wanted, seconds = undisturbed(home / "undisturbed", 2)
+    wanted, seconds = undisturbed(home / "undisturbed", 2), _usual_s(home, 2)
     wrong, struck, again = [], 0, []
     for number in range(KILLS):
         own = home / f"kill_{number}"
@@ -86,6 +87,16 @@ def test_kills_from_outside_at_random_moments(home: Path) -> None:
     )
     _write(KILLS_HERE, text)
     assert not wrong
+
+
+def _usual_s(home: Path, nproc: int) -> float:
+    """Seconds of a training that nothing happens to: the middle of three."""
+    taken = []
+    for number in range(3):
+        since = time.monotonic()
+        assert trained(home / f"usual_{nproc}_{number}", nproc, 0).ok
+        taken.append(time.monotonic() - since)
+    return median(taken)
 
 
 def _killed(run: ddpkit.Run, rank: int, after_s: float) -> bool:
