@@ -26,7 +26,7 @@ from ddpkit.lab import lab as find_lab
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[1]
-COURSE = [p for p in sorted((ROOT / "notebooks").glob("*.ipynb")) if p.name[:2] in ("02", "03", "05", "06", "07")]
+COURSE = [p for p in sorted((ROOT / "notebooks").glob("*.ipynb")) if p.name[:2] in ("02", "03", "04", "05", "06", "07")]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = "--no-sandbox --disable-gpu --disable-quic --disable-background-networking --disable-component-update --disable-sync"
 PATIENCE_MS = 120_000

@@ -1,0 +1,82 @@
+"""Trains four windows with the answer, uneven in number and size, and compares with one process that has them all."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ddpkit.rank import setup
+
+WINDOWS = 4
+
+
+def window_of(number, rank, seed):
+    """The micro-batches of one rank: from two to four of them, each of one to five samples."""
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * number + rank)
+    count = 2 + (number + 2 * rank + seed) % 3
+    sizes = torch.randint(1, 6, (count,), generator=generator).tolist()
+    draw = [torch.randn(size, 9, generator=generator) for size in sizes]
+    return [(rows[:, :8], rows[:, 8:] + rank) for rows in draw]
+
+
+def call(answer, seed):
+    with setup("gloo") as here:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        alone, ddp, reduced = copy.deepcopy(net), DDP(net), []
+        ddp.register_comm_hook(None, lambda _, bucket: reduced.append(1) or allreduce_hook(None, bucket))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        for number in range(WINDOWS):
+            answer(ddp, optimizer, window_of(number, here.rank, seed))
+        swallows = _swallows(answer, ddp, optimizer, window_of(0, here.rank, seed))
+        _train_alone(alone, here.world_size, seed)
+        off = max((p - q).abs().max().item() for p, q in zip(net.parameters(), alone.parameters(), strict=True))
+        return {"off": off, "reduced": len(reduced), "swallows": swallows}
+
+
+def _swallows(answer, ddp, optimizer, micro_batches):
+    def fail(module, inputs):
+        raise RuntimeError("a fault that was not expected")
+
+    with torch.no_grad():
+        before = [p.clone() for p in ddp.module.parameters()]
+    hook = ddp.module.register_forward_pre_hook(fail)
+    try:
+        answer(ddp, optimizer, micro_batches)
+    except RuntimeError:
+        return False
+    finally:
+        hook.remove()
+        with torch.no_grad():
+            for p, q in zip(ddp.module.parameters(), before, strict=True):
+                p.copy_(q)
+    return True
+
+
+def _train_alone(net, ranks, seed):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for number in range(WINDOWS):
+        everything = [pair for rank in range(ranks) for pair in window_of(number, rank, seed)]
+        x, y = (torch.cat(parts) for parts in zip(*everything, strict=True))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+
+
+def judge(returned, seed):
+    ranks = returned.values()
+    if any(r["swallows"] for r in ranks):
+        look = "what catches exceptions in your function: a fault it did not expect must end the job"
+        return "an exception in the forward that nobody heard of", "that exception", look
+    off = max(r["off"] for r in ranks)
+    if not off < 1e-5:
+        wanted = "what one process computes from all samples of a window"
+        look = "what a sample weighs, and which gradients are there before the window"
+        return f"parameters {off:.2g} off", wanted, look
+    reduced = max(r["reduced"] for r in ranks)
+    if reduced > WINDOWS:
+        look = "ddp.no_sync(), for all micro-batches but the last"
+        return f"gradients reduced {reduced} times in {WINDOWS} windows", "once in each window", look
+    return None
