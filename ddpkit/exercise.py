@@ -45,7 +45,7 @@ class Task:
     """One exercise. `hints` are its three levels; `wants` what evidence must say; the programs are texts, "" where there is none.
 
     `program` is what is handed out or runs as a mystery, `reference` trains the same in one process, `harness` calls a
-    function that is the answer. `stall` and `timeout` are seconds.
+    function that is the answer. `stall` and `timeout` are seconds; `restarts` is how often torchrun starts the ranks anew.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Task:
     nproc: int = 2
     stall: float = 3.0
     timeout: float = 60.0
+    restarts: int = 0
 
     def run(self, **options: Any) -> Run:
         """Launch the task's program with your own seed, its verdict held back; `options` as for `launch`."""
@@ -73,6 +74,7 @@ class Task:
         show = options.pop("show", True)
         env = {wire.ENV_SEED: str(seed()), **options.pop("env", {})}
         limits = {"nproc": self.nproc, "stall": self.stall, "timeout": self.timeout, "stop_on_stall": True}
+        limits |= {"max_restarts": self.restarts}
         name = f"task_{self.name.replace('.', '_')}"
         asked: dict[str, Any] = {**limits, "reveal": False, "name": name, **options}
         return start(of_text(self.program, name), checked_options(env=env, **asked), show=show)

@@ -167,6 +167,7 @@ def _of_function(asked: Task, answer: Any, nproc: int) -> Iterator[Step]:
                 stall=asked.stall,
                 stop_on_stall=True,
                 timeout=asked.timeout,
+                max_restarts=asked.restarts,
             )
         except LaunchError as error:
             yield what, Finding(name, str(error), "a function that can be sent to the ranks", "what it refers to")

@@ -68,12 +68,12 @@ def test_every_fault_at_random_moments(home: Path, nproc: int) -> None:
 
 def test_kills_from_outside_at_random_moments(home: Path) -> None:
     drawn = random.Random(SEED)
-    wanted, seconds = undisturbed(home / "undisturbed", 2), _usual_s(home, 2)
+    wanted = undisturbed(home / "undisturbed", 2)
     wrong, struck, again = [], 0, []
     for number in range(KILLS):
         own = home / f"kill_{number}"
         run, rank = trained(own, 2, 1, wait=False), drawn.randrange(2)
-        if _killed(run, rank, drawn.uniform(0, seconds)):
+        if _killed(run, rank, drawn.uniform(0, 1.5)):
             struck += 1
         run.wait(240)
         if not run.ok or (bad := lost(own, run, FAULTS["slow"], 0, wanted)):
@@ -100,11 +100,10 @@ def _usual_s(home: Path, nproc: int) -> float:
 
 
 def _killed(run: ddpkit.Run, rank: int, after_s: float) -> bool:
-    """Kill `rank` of `run` so many seconds after it has started; whether it was still there."""
-    started = wire.rank_folder(run.folder, 0, rank) / wire.STARTED
-    wait_for(lambda: run.state != "running" or started.exists(), 120)
+    """Kill `rank` of `run` so many seconds after its process group is up; whether it was still there."""
+    wait_for(lambda: run.state != "running" or " is up: " in (run.ranks[0].stdout if run.ranks else ""), 120)
     time.sleep(after_s)
-    record = wire.read_record(started)
+    record = wire.read_record(wire.rank_folder(run.folder, 0, rank) / wire.STARTED)
     with contextlib.suppress(ProcessLookupError):
         if record and run.state == "running":
             os.kill(record["pid"], signal.SIGKILL)
@@ -131,7 +130,8 @@ def _spread(values: list[float] | list[int]) -> str:
     """The middle value, and the smallest and largest."""
     if not values:
         return "–"
-    shown = [f"{v:.0f}" if isinstance(v, int) else f"{v:.1f}" for v in (median(values), min(values), max(values))]
+    whole = isinstance(values[0], int)
+    shown = [f"{v:.0f}" if whole else f"{v:.1f}" for v in (median(values), min(values), max(values))]
     return f"{shown[0]} ({shown[1]} to {shown[2]})"
 
 
