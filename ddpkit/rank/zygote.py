@@ -78,14 +78,16 @@ class Zygote:
         self.packages = _changed_ns()
         self.said = b""
         self.keepers: set[int] = set()
-        self.began, self.asked = time.monotonic(), -math.inf
+        # When it began, was last asked for something, and last had a job that ran.
+        self.began, self.asked, self.at_work = time.monotonic(), -math.inf, -math.inf
 
     def serve(self, listener: socket.socket) -> None:
         """Answer one request after the other; returns when there is no more reason to be there."""
         later, stale = list(NEEDED_BY_MANY), False
         self.began = time.monotonic()
         while not (stale or self.owner.gone() or self._idle()):
-            # The ranks of a job ask a moment after their agent: an import in between would hold them up.
+            # The ranks of a job ask a moment after their agent: an import in between would hold them up. Once they run it
+            # does not; where one job followed the other all ranks would import for themselves what could be there.
             importing = later and time.monotonic() - self.asked > QUIET_S
             if select.select([listener], [], [], 0 if importing else TICK_S)[0]:
                 stale = self._meet(listener)
@@ -111,10 +113,10 @@ class Zygote:
         while self.keepers:
             pid, _ = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
-                self.asked = time.monotonic()
+                self.at_work = time.monotonic()
                 break
             self.keepers.discard(pid)
-        return time.monotonic() - max(self.asked, self.began) > self.idle_s
+        return time.monotonic() - max(self.began, self.asked, self.at_work) > self.idle_s
 
     def _answer(self, connection: Connection, listener: socket.socket) -> bool:
         """Fork what is asked for, or decline; whether this zygote is out of date."""
