@@ -60,7 +60,11 @@ def inject(fault: Fault, trainer: Trainer) -> None:
         return
     if fault.kind == "uneven":
         trainer.loader = safe_loader(
-            trainer.dataset, trainer.config.batch_size, here=trainer.here, sampler=_uneven(trainer, fault), num_workers=0
+            trainer.dataset,
+            trainer.config.batch_size,
+            here=trainer.here,
+            sampler=_uneven(trainer, fault),
+            num_workers=0,
         )
     elif fault.rank == trainer.here.rank:
         struck = False

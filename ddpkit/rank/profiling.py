@@ -59,9 +59,7 @@ class Profile:
         if isinstance(self._model, torch.nn.parallel.DistributedDataParallel):
             self._comm = self._around.enter_context(CommProfiler(self._model))
         on_gpu = [torch.profiler.ProfilerActivity.CUDA] if self._here.device.type == "cuda" else []
-        self._trace = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU, *on_gpu]
-        )
+        self._trace = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, *on_gpu])
         self._around.enter_context(self._trace)
 
     def _finish(self) -> None:
