@@ -302,6 +302,10 @@ def test_no_module_shadows_a_public_name() -> None:
     assert not {n for n in ddpkit.__all__ if (PACKAGE / f"{n}.py").exists()}
 
 
+def test_a_file_of_the_training_kit_can_be_read_at_a_sitting() -> None:
+    assert not {path.name for path in (PACKAGE / "rank").glob("*.py") if len(path.read_text().splitlines()) > 300}
+
+
 def test_every_python_file_opens_with_a_sentence() -> None:
     for folder in ("ddpkit", "tests", "tools", "benchmarks"):
         for path in (PACKAGE.parent / folder).rglob("*.py"):
