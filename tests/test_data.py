@@ -121,12 +121,13 @@ def indices(batches: list[torch.Tensor]) -> list[int]:
 
 
 def workers() -> list[psutil.Process]:
-    """The living worker processes of this one; neither a forkserver nor multiprocessing's keeper of semaphores is one."""
+    """The living worker processes of this one: no forkserver, no keeper of semaphores, no zygote."""
     found = []
     for child in psutil.Process().children(recursive=True):
         try:
             line = " ".join(child.cmdline())
-            if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in line and "forkserver" not in line:
+            others = ("resource_tracker", "forkserver", "zygote")
+            if child.status() != psutil.STATUS_ZOMBIE and not any(word in line for word in others):
                 found.append(child)
         except psutil.Error:
             continue
