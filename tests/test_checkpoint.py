@@ -100,6 +100,7 @@ with setup() as here:
     if here.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
     report(first=str(first), second=str(second), there=sorted(os.listdir("kept")))
+    torch.distributed.barrier()
     if here.rank == 1:
         # In the middle of its file: the first bytes are written, the last never are.
         torch.save = lambda state, file: (file.write(b"half"), file.flush(), os.kill(os.getpid(), 9))

@@ -339,6 +339,15 @@ def test_a_variable_that_comes_too_late_makes_the_launch_cold(
     assert run.ranks[0].stdout.strip() == env[name]
 
 
+def test_a_kernel_in_which_an_optimizer_stepped_launches_warm(
+    script: Callable[..., str], warm_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch then sets a variable of its own in the kernel's environment."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor")
+    run = launch(script("import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"))
+    assert run.warm and run.ranks[0].stdout.strip() == "/tmp/inductor", run.started
+
+
 IN_A_SET = """
 import os
 print(list({f"metric {i}" for i in range(50)}), file=open(f"order_{os.environ['RANK']}", "w"))

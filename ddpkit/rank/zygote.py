@@ -59,6 +59,8 @@ READ_AT_START = (
 READ_LATER = (
     *("TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DIST_", "TORCH_HOME"),
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTHON_EXEC", "PYTHONPATH", "PYTHONUNBUFFERED"),
+    # torch sets it by itself, in a kernel that takes a step of an optimizer, and reads it when it compiles.
+    "TORCHINDUCTOR_CACHE_DIR",
 )
 MADE_GOOD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
 MADV_DONTNEED = 4
