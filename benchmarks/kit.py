@@ -32,6 +32,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "training.md"
 BARE = "bare DDP loop"
 SIZE, LAYERS, BATCH = 384, 12, 64
 MARK, END = "<!-- kit -->", "<!-- end -->"
+# By way, for each round: seconds and CPU seconds of a step.
+Took = dict[str, list[tuple[float, float]]]
 
 
 # In a rank.
@@ -119,24 +121,29 @@ WAYS: dict[str, Callable[[torch.device], Callable[[int], None]]] = {
 
 def measure(rounds: int, steps: int) -> None:
     """Report, by way and round, seconds and CPU seconds of a step."""
-    import torch.distributed as dist
-
     from ddpkit.rank import report, setup
 
     with setup() as here:
         ways = {name: make(here.device) for name, make in WAYS.items()}
-        took: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        for step in ways.values():
-            step(5)
-        names = list(ways)
-        for number in range(rounds):
-            turn = number % len(names)
-            for name in (*names[turn:], *names[:turn]):
-                dist.barrier()
-                began, cpu = time.perf_counter(), time.process_time()
-                ways[name](steps)
-                took[name].append(((time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps))
-        report(took=took, looks_us=looks_us(here.device))
+        report(took=in_turn(ways, rounds, steps), looks_us=looks_us(here.device))
+
+
+def in_turn(ways: dict[str, Callable[[int], None]], rounds: int, steps: int) -> Took:
+    """Seconds and CPU seconds of a step, by way and round; each round begins with another way."""
+    import torch.distributed as dist
+
+    took: Took = {name: [] for name in ways}
+    for step in ways.values():
+        step(5)
+    names = list(ways)
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            dist.barrier()
+            began, cpu = time.perf_counter(), time.process_time()
+            ways[name](steps)
+            took[name].append(((time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps))
+    return took
 
 
 def looks_us(device: torch.device) -> float:
@@ -162,7 +169,7 @@ def said(values: list[float], others: list[float]) -> str:
     return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
-def table(took: dict[str, list[tuple[float, float]]], command: str, model: str) -> str:
+def table(took: Took, command: str, model: str) -> str:
     """The measurements as a table, with how they were made."""
     wall, cpu = ({name: [pair[i] for pair in pairs] for name, pairs in took.items()} for i in (0, 1))
     rows = [
@@ -188,8 +195,11 @@ def write(found: str) -> None:
     PAGE.write_text(f"{before}{mark}\n{found}\n{end}{after}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def launched(
+    program: str, description: str | None, measure: Callable[[int, int], None], told: Callable[..., str]
+) -> None:
+    """Run `program` on 2 ranks, where it measures, and print or write what is `told` of the values that rank 0 reports."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
@@ -200,16 +210,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["DDPKIT_HOME"] = folder
         numbers = ["--rounds", str(asked.rounds), "--steps", str(asked.steps)]
-        run = ddpkit.launch(__file__, args=numbers, nproc=2, backend="gloo", show=False).check()
-        reported = run.reported[0]
-        model = f"{LAYERS} layers of {SIZE} by {SIZE}, batches of {BATCH}"
-        found = table(reported["took"], f"python benchmarks/kit.py {' '.join(numbers)} --write", model)
-        share = reported["looks_us"] / 1e6 / statistics.median(seconds for seconds, _ in reported["took"][BARE])
-        found += f"\n\nOne `MemoryMonitor.step()` by itself takes {reported['looks_us']:.1f} µs, {share:.3%} of the bare step."
+        run = ddpkit.launch(program, args=numbers, nproc=2, backend="gloo", show=False).check()
+        found = told(f"python benchmarks/{Path(program).name} {' '.join(numbers)} --write", **run.reported[0])
     print(found)
     if asked.write:
         write(found)
 
 
+def told(command: str, took: Took, looks_us: float, **_: Any) -> str:
+    """The table, and what a look at the memory takes."""
+    share = looks_us / 1e6 / statistics.median(seconds for seconds, _ in took[BARE])
+    looks = f"One `MemoryMonitor.step()` by itself takes {looks_us:.1f} µs, {share:.3%} of the bare step."
+    return "\n\n".join([table(took, command, f"{LAYERS} layers of {SIZE} by {SIZE}, batches of {BATCH}"), looks])
+
+
 if __name__ == "__main__":
-    main()
+    launched(__file__, __doc__, measure, told)

@@ -9,17 +9,12 @@ data in the rank itself. The trainer's rounds hold all that it does between step
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
 import tempfile
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import kit
-
-import ddpkit
 
 if TYPE_CHECKING:
     from ddpkit.rank import Here, TrainConfig
@@ -71,47 +66,20 @@ WAYS: dict[str, Callable[..., Callable[[int], None]]] = {BARE: bare, AGAIN: bare
 
 def measure(rounds: int, steps: int) -> None:
     """Report, by way and round, seconds and CPU seconds of a step."""
-    import torch.distributed as dist
-
     from ddpkit.rank import TrainConfig, report, setup
 
     with setup() as here, tempfile.TemporaryDirectory() as folder:
         config = TrainConfig.from_args([*WORDS, f"--checkpoint-dir={folder}"])
         ways = {name: make(config, here, folder) for name, make in WAYS.items()}
-        took: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        for step in ways.values():
-            step(5)
-        names = list(ways)
-        for number in range(rounds):
-            turn = number % len(names)
-            for name in (*names[turn:], *names[:turn]):
-                dist.barrier()
-                began, cpu = time.perf_counter(), time.process_time()
-                ways[name](steps)
-                took[name].append(((time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps))
-        report(took=took)
+        report(took=kit.in_turn(ways, rounds, steps))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--write", action="store_true", help=f"put the table into {kit.PAGE.name}")
-    asked = parser.parse_args()
-    if "RANK" in os.environ:
-        measure(asked.rounds, asked.steps)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["DDPKIT_HOME"] = folder
-        numbers = ["--rounds", str(asked.rounds), "--steps", str(asked.steps)]
-        run = ddpkit.launch(__file__, args=numbers, nproc=2, backend="gloo", show=False).check()
-        took: dict[str, Any] = run.reported[0]["took"]
-    model = "the small transformer with 0.9 million parameters, 8 texts of 64 tokens on each rank"
-    found = kit.table(took, f"python benchmarks/trainer.py {' '.join(numbers)} --write", model)
-    print(found)
-    if asked.write:
-        kit.write(found)
+def told(command: str, took: kit.Took, **_: Any) -> str:
+    """The table."""
+    return kit.table(
+        took, command, "the small transformer with 0.9 million parameters, 8 texts of 64 tokens on each rank"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    kit.launched(__file__, __doc__, measure, told)

@@ -20,7 +20,7 @@ from .trial import Outcome, Trials
 
 if TYPE_CHECKING:
     from .benchview import BenchView
-    from .timeline import Timeline
+    from .picture import Picture
 
 NOTHING, OWN, RECORDED = "as it is", "your own edit", "as it is, recorded on Linux"
 PREDICTIONS = ("cures", "does not")
@@ -190,7 +190,7 @@ class FixBench:
         if self._live is not None:
             self._live.stop()
 
-    def compare(self) -> Timeline:
+    def compare(self) -> Picture:
         """A figure of the results: what each remedy passed, and its step's time against the plain run's.
 
         Raises:
@@ -203,7 +203,7 @@ class FixBench:
 
         return draw(self.lab.title, self.results)
 
-    def drift(self) -> Timeline:
+    def drift(self) -> Picture:
         """A figure of how far the ranks' parameters were apart after each step, a line for each result.
 
         Raises:

@@ -8,7 +8,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from . import steps
-from .timeline import Timeline
+from .picture import Picture
 
 if TYPE_CHECKING:
     from .bench import Result
@@ -20,7 +20,7 @@ LINES = (("#d55e00", "o"), ("#0072b2", "s"), ("#009e73", "^"), ("#cc79a7", "D"),
 WIDTH, ROW, MARGIN, NAME_LETTERS = 8.0, 0.42, 1.0, 34
 
 
-def draw(title: str, results: Sequence[Result]) -> Timeline:
+def draw(title: str, results: Sequence[Result]) -> Picture:
     """The figure, with its alternative text. Raises ImportError where matplotlib is not installed."""
     from matplotlib.figure import Figure
 
@@ -46,7 +46,7 @@ def draw(title: str, results: Sequence[Result]) -> Timeline:
     for axes in (asked, times):
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(length=0)
-    return Timeline(figure, f"{title}: " + "; ".join(f"{r.tried}: {r.outcome.words}" for r in results) + ".")
+    return Picture(figure, f"{title}: " + "; ".join(f"{r.tried}: {r.outcome.words}" for r in results) + ".")
 
 
 def _draw_time(times: Any, y: int, result: Result) -> None:
@@ -69,7 +69,7 @@ def _highest(result: Result) -> float:
     return found.step.high / found.plain_step.median if found.step and found.plain_step else 0.0
 
 
-def draw_drift(title: str, apart: Mapping[str, Sequence[float]]) -> Timeline:
+def draw_drift(title: str, apart: Mapping[str, Sequence[float]]) -> Picture:
     """The distance between the ranks' parameters after each step, by what was tried."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -87,7 +87,7 @@ def draw_drift(title: str, apart: Mapping[str, Sequence[float]]) -> Timeline:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
     said = (f"{tried}: {distances[-1]:.2g} after {len(distances)} steps" for tried, distances in apart.items())
-    return Timeline(figure, f"{title}. How far the ranks' parameters are apart. {'; '.join(said)}.")
+    return Picture(figure, f"{title}. How far the ranks' parameters are apart. {'; '.join(said)}.")
 
 
 def answers(result: Result) -> tuple[bool | None, ...]:

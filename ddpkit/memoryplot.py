@@ -13,8 +13,8 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from . import wire
+from .picture import Picture
 from .stable import stable
-from .timeline import Timeline
 
 if TYPE_CHECKING:
     from .records import Rank
@@ -93,7 +93,7 @@ def _read(rank: Rank) -> RankMemory | None:
     )
 
 
-def draw(run: Run) -> Timeline:
+def draw(run: Run) -> Picture:
     """The figure of `run`: what filled each rank's memory at its peak, its budget, and its growth where there were steps.
 
     Raises:
@@ -120,7 +120,7 @@ def draw(run: Run) -> Timeline:
     if steps:
         _draw_growth(axes[1], found)
     _legend(figure, axes[0], run.name)
-    return Timeline(figure, _alt(run, found))
+    return Picture(figure, _alt(run, found))
 
 
 def _draw_peaks(axes: Any, found: Sequence[RankMemory]) -> None:

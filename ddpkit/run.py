@@ -20,8 +20,8 @@ from .records import Rank, read_attempts
 from .stable import shortened, stable
 
 if TYPE_CHECKING:
+    from .picture import Picture
     from .process import Job
-    from .timeline import Timeline
 
 
 class Run:
@@ -274,7 +274,7 @@ class Run:
 
     __repr__ = __str__
 
-    def plot(self) -> Timeline:
+    def plot(self) -> Picture:
         """A figure of the ranks over time: what each did, what it waited in, and how it ended.
 
         Raises:
@@ -284,7 +284,7 @@ class Run:
 
         return draw(self)
 
-    def plot_memory(self) -> Timeline:
+    def plot_memory(self) -> Picture:
         """A figure of each rank's memory: its peak, what filled it, and the budget, of a job that asked for one.
 
         Raises:

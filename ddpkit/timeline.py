@@ -6,7 +6,6 @@ come back before the last member has joined, so a wait is drawn until then.
 
 from __future__ import annotations
 
-import io
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .collectives import Collective
 from .evidence import Row, rows, stood_still
+from .picture import DPI, Picture
 from .records import Rank
 from .stable import stable
 from .standing import BUSY_FROM, standing
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Kind = Literal["starting", "unrecorded", "computing", "waiting", "stalled", "silent"]
 End = Literal["passed", "failed", "ended", "running"]
 
-DPI, WIDTH, MARGINS, LANE = 100, 8.0, 1.15, 0.4
+WIDTH, MARGINS, LANE = 8.0, 1.15, 0.4
 # About what the lanes and one letter take, in pixels.
 LANE_PX, LETTER_PX = 690, 6.6
 MOST_WORDS = 44
@@ -72,31 +72,6 @@ class Lane:
     end_s: float
     words: str
     at_fault: bool = False
-
-
-class Timeline:
-    """The figure: a PNG with alternative text in a notebook. `figure` is matplotlib's own, `save(path)` writes it."""
-
-    def __init__(self, figure: Any, alt: str) -> None:
-        self.figure = figure
-        self.alt = alt
-
-    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        # `alt` stands where IPython's own Image puts it and nbconvert reads it; a text form that varies would break nbval.
-        return {"image/png": self.png(), "text/plain": self.alt}, {"image/png": {"alt": self.alt, "width": 800}}
-
-    def __repr__(self) -> str:
-        return self.alt
-
-    def png(self, dpi: int = 2 * DPI) -> bytes:
-        """The figure as a PNG: 800 px wide at 100 dpi, twice that by default, for screens with narrow pixels."""
-        picture = io.BytesIO()
-        self.figure.savefig(picture, format="png", dpi=dpi)
-        return picture.getvalue()
-
-    def save(self, path: Any) -> None:
-        """Write the figure to `path`; its ending says in which format."""
-        self.figure.savefig(path, dpi=2 * DPI, metadata={"Title": self.alt})
 
 
 # What happened when.
@@ -224,7 +199,7 @@ def _end_words(rank: Rank) -> str:
 # Drawing.
 
 
-def draw(run: Run) -> Timeline:
+def draw(run: Run) -> Picture:
     """The figure of `run`; see `Run.plot`."""
     try:
         from matplotlib.figure import Figure
@@ -243,7 +218,7 @@ def draw(run: Run) -> Timeline:
         _draw_lane(axes, lane, total)
     _label(axes, found, total)
     _legend(figure, found, f"{run.name} → {run.state.replace('_', ' ')}")
-    return Timeline(figure, _alt(run, table))
+    return Picture(figure, _alt(run, table))
 
 
 def _draw_lane(axes: Any, lane: Lane, total: float) -> None:

@@ -54,11 +54,11 @@ ALLOWED: dict[str, set[str]] = {
     "torchchecks": {"checks", "machine"},
     "checks": {"logscan", "loglines"},
     "student": {"errors"},
-    "bench": {"benchview", "comparison", "trial", "lab", "run", "sink", "steps", "timeline", "errors"},
+    "bench": {"benchview", "comparison", "trial", "lab", "run", "sink", "steps", "picture", "errors"},
     "grading": {"exercise", "launcher", "trial", "run", "steps", "errors", "wire"},
     "exercise": {"lab", "launcher", "options", "folders", "run", "target", "errors", "wire"},
     "benchview": {"bench", "lab", "markup", "view", "errors"},
-    "comparison": {"bench", "steps", "timeline"},
+    "comparison": {"bench", "steps", "picture"},
     "trial": {"culprit", "lab", "launcher", "options", "run", "sink", "steps", "target", "errors", "wire"},
     "lab": {"catalog", "errors"},
     "steps": {"run", "wire"},
@@ -110,6 +110,7 @@ ALLOWED: dict[str, set[str]] = {
     "hashseed": set(),
     "markup": {"diagnosis", "evidence", "stable", "run"},
     "run": {
+        "picture",
         "notebook",
         "markup",
         "process",
@@ -124,8 +125,8 @@ ALLOWED: dict[str, set[str]] = {
         "wire",
         "folders",
     },
-    "memoryplot": {"run", "records", "stable", "timeline", "wire"},
-    "timeline": {"run", "evidence", "standing", "collectives", "records", "stable"},
+    "memoryplot": {"run", "records", "stable", "picture", "timeline", "wire"},
+    "timeline": {"picture", "run", "evidence", "standing", "collectives", "records", "stable"},
     "evidence": {"catalog", "diagnosis", "culprit", "standing", "frames", "records", "stable"},
     "diagnosis": {"catalog", "culprit", "records", "stable", "wire"},
     "catalog": set(),
@@ -144,6 +145,7 @@ ALLOWED: dict[str, set[str]] = {
     "machine": set(),
     "stable": set(),
     "wire": set(),
+    "picture": set(),
     "config": {"configcheck", "configread", "configwords"},
     "configcheck": {"config"},
     "configread": set(),
@@ -185,7 +187,7 @@ ALLOWED: dict[str, set[str]] = {
     "rank.buckets": set(),
     "rank.checkpoint": {"rank.process_group", "rank.randomness"},
     "rank.comm": {"rank.buckets", "rank.commstats"},
-    "rank.commfigure": {"rank.commstats"},
+    "rank.commfigure": {"picture", "rank.commstats"},
     "rank.commstats": {"rank.buckets"},
     "rank.data": {"rank.agreement", "rank.batches", "rank.loadplan", "rank.process_group", "rank.workers"},
     "rank.deadline": {"rank.failure", "rank.guard", "rank.process_group"},
@@ -241,7 +243,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 
-HALL = {"wire", "keeper", "client", "oom", "config", "configcheck", "configread", "configwords"}
+HALL = {"wire", "picture", "keeper", "client", "oom", "config", "configcheck", "configread", "configwords"}
 
 
 def rooms() -> dict[str, Path]:

@@ -5,9 +5,10 @@ It takes the dict that a rank has reported, and so draws in a notebook too: no t
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import Any
+
+from ddpkit.picture import DPI, Picture
 
 from .commstats import MIB, verdict
 
@@ -19,34 +20,10 @@ LABELS = {
     "all-reduce, hidden behind backward": HIDDEN,
     "all-reduce that backward waits for": EXPOSED,
 }
-DPI, WIDTH, MARGINS, LANE = 100, 8.0, 1.25, 0.34
+WIDTH, MARGINS, LANE = 8.0, 1.25, 0.34
 
 
-class CommFigure:
-    """The figure: a PNG with alternative text in a notebook. `figure` is matplotlib's own, `save(path)` writes it."""
-
-    def __init__(self, figure: Any, alt: str) -> None:
-        self.figure = figure
-        self.alt = alt
-
-    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {"image/png": self.png(), "text/plain": self.alt}, {"image/png": {"alt": self.alt, "width": 800}}
-
-    def __repr__(self) -> str:
-        return self.alt
-
-    def png(self, dpi: int = 2 * DPI) -> bytes:
-        """The figure as a PNG: 800 px wide at 100 dpi, twice that by default."""
-        picture = io.BytesIO()
-        self.figure.savefig(picture, format="png", dpi=dpi)
-        return picture.getvalue()
-
-    def save(self, path: Any) -> None:
-        """Write the figure to `path`; its ending says in which format."""
-        self.figure.savefig(path, dpi=2 * DPI, metadata={"Title": self.alt})
-
-
-def figure(stats: Mapping[str, Any]) -> CommFigure:
+def figure(stats: Mapping[str, Any]) -> Picture:
     """The figure of one rank's `CommProfiler.stats()`, as it was returned or as it was reported.
 
     Raises:
@@ -72,7 +49,7 @@ def figure(stats: Mapping[str, Any]) -> CommFigure:
     if ranks:
         _draw_waits(axes[1], stats)
     _legend(drawn, stats)
-    return CommFigure(drawn, _alt(stats))
+    return Picture(drawn, _alt(stats))
 
 
 def _draw_step(axes: Any, stats: Mapping[str, Any]) -> None:

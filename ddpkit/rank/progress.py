@@ -100,6 +100,8 @@ class Progress:
         self._workers = interval.workers
         if interval.slow:
             logger.warning("step %d: %s", step, interval.slow)
+        if self._bar is not None:
+            self._bar.refresh()
 
     def close(self) -> None:
         if self._bar is not None:
