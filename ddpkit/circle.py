@@ -107,6 +107,11 @@ def nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing
         wait = f"{ranks_said(sorted(for_it))} wait{at_line(next(iter(for_it.values())))} for a key of the store"
         does = f"rank {setter}, the only one left to set it, {waiting[setter].words}{at_line(waiting[setter])}"
         return Finding((setter,), f"{wait}; {does}.", "all_waiting")
+    return _in_a_circle(waiting, at)
+
+
+def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Finding:
+    """Ranks that wait for each other: whose calls tell that it left the common way, if any do."""
     said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(at.items()))
     known = all(s.collective or peers(s) for s in waiting.values())
     who = (
@@ -116,13 +121,15 @@ def nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing
     opening = f"{who} for each other" if each_other else f"{who}, for whom cannot be told"
     histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
     odd_ones = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
-    odd_ones = odd_ones or _without_an_exchange(waiting) or _with_one_more(waiting, at)
-    if found := None if odd_ones else strayed(histories):
+    odd_ones, way = odd_ones or _without_an_exchange(waiting) or _with_one_more(waiting, at), ""
+    if short := None if odd_ones else _one_message_short(waiting, at):
+        odd_ones, way = short
+    elif found := None if odd_ones else strayed(histories):
         odd, before, after = found
         way = f"from {before.name}{before.from_line} it came to {after.name}{after.from_line}, as nobody else ever did"
-        return Finding((odd,), f"{opening}: {said}. Rank {odd} left the common way: {way}.", "mismatch")
+        odd_ones = (odd,)
     if odd_ones := odd_ones or _out_of_step(waiting, at):
-        way = "after the same calls most ranks came to another one"
+        way = way or "after the same calls most ranks came to another one"
         return Finding(odd_ones, f"{opening}: {said}. {ranks_said(odd_ones)} left the common way: {way}.", "mismatch")
     return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
 
@@ -183,6 +190,24 @@ def _with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) 
             if list(odd) == [number] and odd[number] is made[-1] and _partners(made[-1]) in map(_partners, made[:-1]):
                 return (number,)
     return ()
+
+
+def _one_message_short(
+    waiting: Mapping[int, Standing], at: Mapping[int, Standing]
+) -> tuple[tuple[int, ...], str] | None:
+    """The one rank that waits in a collective of all while the others, more than one, still exchange messages, if one of them
+    waits for a message of it that would be as many back as it has sent it."""
+    there = [n for n, s in waiting.items() if s.collective and set(s.collective.ranks) == set(at)]
+    exchanging = {n: s for n, s in waiting.items() if s.pairwise}
+    if len(there) != 1 or len(exchanging) < 2 or len(exchanging) + 1 < len(at):
+        return None
+    for number, waiter in exchanging.items():
+        made = [c.op.lstrip("i") for c in in_time(waiter.rank.calls) if c.is_exchange and c.ranks == tuple(there)]
+        if made[-1:] == ["recv"] and (sent := made.count("send")) == made.count("recv") > 1:
+            return tuple(
+                there
+            ), f"rank {number} has sent it {sent} messages, has {sent - 1} back, and waits for one more"
+    return None
 
 
 def _out_of_step(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:

@@ -66,6 +66,9 @@ _PARTED = re.compile(
     r"|DDP expects same model across all ranks"
 )
 
+# What may come of another rank's end without a word of it: through a file, a pipe or a queue.
+_MAY_BE_PASSED_ON = {"SystemExit", "EOFError", "Empty", "TimeoutError", "KeyboardInterrupt"}
+
 # What a program catches in the ordinary course of things, and goes on.
 _ORDINARY = {"StopIteration", "KeyError", "Empty"}
 
@@ -216,12 +219,26 @@ def _among_own(own: Sequence[Rank], world_size: int) -> Found:
     if spoke := _spoke_within(by_time, _failed_at(first) + LEAVING_TAKES_NS):
         beside = f"rank {first.rank} {_did(first)} at about that time"
         return spoke.rank, f"Rank {spoke.rank} {_did(spoke)}; {beside}.", "own"
+    if unhurt := [rank for rank in by_time[1:] if _unhurt_by(first, rank)]:
+        at_fault = sorted((first, *unhurt), key=lambda r: r.rank)
+        numbers = tuple(r.rank for r in at_fault)
+        did = "; ".join(f"rank {r.rank} {_did(r)}" for r in at_fault)
+        return "every rank" if len(numbers) == world_size else numbers, f"R{did[1:]}: each by itself.", "own"
     second = by_time[1]
     if _failed_at(second) - _failed_at(first) < TIE_NS:
         pair = sorted((first, second), key=lambda r: r.rank)
         tied = ", and ".join(f"rank {r.rank} {_did(r)}" for r in pair)
         return None, f"A tie: {tied}, within a millisecond.", "tie"
     return first.rank, f"Rank {first.rank} {_did(first)}; later rank {second.rank} {_did(second)}.", "own"
+
+
+def _unhurt_by(first: Rank, rank: Rank) -> bool:
+    """Whether `rank` raised by itself for all that is known: in no exchange, in no collective that `first` had not joined, and
+    over nothing that ranks may share."""
+    failure, joined = rank.failure, {call.key for call in first.calls}
+    if failure is None or failure.type == rank.signal or failure.type in _MAY_BE_PASSED_ON or failure.errno is not None:
+        return False
+    return not any(call.is_exchange or not call.done or call.key not in joined for call in rank.calls[-1:])
 
 
 def _spoke_within(by_time: Sequence[Rank], until_ns: int) -> Rank | None:

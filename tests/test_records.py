@@ -105,10 +105,20 @@ def test_text_and_html_hold_nothing_that_varies(tmp_path: Path) -> None:
 def test_a_tie_is_said(tmp_path: Path) -> None:
     write_run(tmp_path)
     write_rank(tmp_path, 0, {"message": "one", "at_ns": 10**9})
-    write_rank(tmp_path, 1, {"type": "KeyError", "message": "other", "at_ns": 10**9 + 300_000})
+    write_rank(tmp_path, 1, {"type": "EOFError", "message": "other", "at_ns": 10**9 + 300_000})
     run = Run.from_folder(tmp_path)
     assert run.culprit is None
     assert run.verdict.sentence.startswith("A tie: rank 0 raised ValueError: one")
+
+
+def test_ranks_that_fail_each_by_itself_are_all_named(tmp_path: Path) -> None:
+    write_run(tmp_path, nproc=3)
+    write_rank(tmp_path, 0, told="SIGTERM", told_ns=2 * 10**9, exitcode=-15, signal="SIGTERM")
+    write_rank(tmp_path, 1, {"message": "one", "at_ns": 10**9})
+    write_rank(tmp_path, 2, {"type": "KeyError", "message": "other", "at_ns": 10**9 + 3_000_000})
+    run = Run.from_folder(tmp_path)
+    assert run.culprit == (1, 2)
+    assert "Rank 1 raised ValueError: one" in run.verdict.sentence and "each by itself" in run.verdict.sentence
 
 
 def test_of_three_ranks_two_that_fail_alike_are_both_named(tmp_path: Path) -> None:
@@ -122,8 +132,8 @@ def test_of_three_ranks_two_that_fail_alike_are_both_named(tmp_path: Path) -> No
     assert "Ranks 1 and 2 alike raised ValueError: boom" in str(run)
 
 
-@pytest.mark.parametrize(("other", "culprit"), [("no such op", "every rank"), ("another", 0)])
-def test_the_same_words_of_a_library_are_alike_from_whichever_line(other: str, culprit: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("other", "said"), [("no such op", "Every rank alike raised"), ("another", "each by itself")])
+def test_the_same_words_of_a_library_are_alike_from_whichever_line(other: str, said: str, tmp_path: Path) -> None:
     write_run(tmp_path)
     library = {"file": "lib.py", "line": 9, "function": "check", "source": "raise ValueError", "own": False}
     for rank, message in enumerate(("no such op", other)):
@@ -131,7 +141,7 @@ def test_the_same_words_of_a_library_are_alike_from_whichever_line(other: str, c
         at_ns = 10**9 + rank * 5_000_000
         failure = {"message": message, "where": where, "frames": [where, library], "at_ns": at_ns}
         write_rank(tmp_path, rank, failure)
-    assert Run.from_folder(tmp_path).culprit == culprit
+    assert said in Run.from_folder(tmp_path).verdict.sentence
 
 
 def test_an_error_raised_from_a_lost_peer_is_a_consequence(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from test_records import GAVE_UP, write_rank, write_run
 
 from ddpkit import Run, wire
@@ -468,3 +469,36 @@ def test_a_monitored_barrier_that_others_never_came_to_may_be_the_one_too_many(t
     run = Run.from_folder(tmp_path)
     assert (run.culprit, run.verdict.kind) == (None, "mismatch")
     assert "it waits in all_reduce #2 at line 5 of t.py. Which of them is wrong cannot be told" in run.verdict.sentence
+
+
+@pytest.mark.parametrize(("joined", "waits", "culprit"), [(1, False, (1, 2)), (1, True, 1), (2, False, 1)])
+def test_what_was_raised_where_another_was_waited_for_may_be_its_doing(
+    tmp_path: Path, joined: int, waits: bool, culprit: object
+) -> None:
+    write_run(tmp_path, nproc=3)
+    write_rank(tmp_path, 0, **ENDED)
+    write_rank(tmp_path, 1, {"message": "one", "at_ns": 10**9})
+    write_rank(tmp_path, 2, {"type": "TrainingError", "message": "other", "at_ns": 10**9 + 3_000_000})
+    evidence(tmp_path, 1, [("all_reduce", 5)], waits=False)
+    evidence(tmp_path, 2, [("all_reduce", 5)] * joined, waits=waits)
+    assert Run.from_folder(tmp_path).culprit == culprit
+
+
+def test_who_leaves_an_exchange_one_message_short_is_at_fault(tmp_path: Path) -> None:
+    """A pipeline of three: all messages forward, and of the last stage one too few back."""
+    back = {
+        0: [("recv", 7, 1)] * 3,
+        1: [("recv", 7, 2), ("send", 8, 0)] * 2 + [("recv", 7, 2)],
+        2: [("send", 8, 1)] * 2,
+    }
+    forth = {0: [("send", 6, 1)] * 3, 1: [("recv", 5, 0), ("send", 6, 2)] * 3, 2: [("recv", 5, 1)] * 3}
+    exchanged = {n: [(0, op, line, peer) for op, line, peer in forth[n] + back[n]] for n in range(3)}
+    stage: dict[str, Any] = {"calls": [], "waits": True, "line": 7}
+    last = {"calls": [("barrier", 9)], "waits": True, "within": [0, 1, 2], "exchanged": exchanged[2]}
+    stages = [{**stage, "peer": n + 1, "exchanged": exchanged[n]} for n in (0, 1)]
+    run = hung(tmp_path / "short", *stages, last)
+    assert (run.culprit, run.verdict.kind) == (2, "mismatch")
+    assert "rank 1 has sent it 3 messages, has 2 back, and waits for one more" in run.verdict.sentence
+    # With as many back as were sent, rank 1 waits for one too many, for all that is known.
+    stages[1]["exchanged"] = [*exchanged[1], (0, "send", 8, 0), (0, "recv", 7, 2)]
+    assert "waits for one more" not in hung(tmp_path / "even", *stages, last).verdict.sentence
