@@ -39,12 +39,10 @@ class Tail:
         """New whole lines, and a line still open for a while. Of a flood only the newest are made into lines to show;
         the others are counted in `skipped`."""
         data = self._file.read(CHUNK)
-        if not data:
-            return self._open_line()
         *whole, rest = data.split(b"\n")
         lines = self._whole_lines(whole) if whole else []
         self._keep(rest)
-        return lines
+        return lines + self._open_line()
 
     def _whole_lines(self, whole: list[bytes]) -> list[Line]:
         """Lines for these texts, the first of which ends the one that was still open."""
@@ -87,9 +85,10 @@ class Tail:
         self._rest, self._rest_shown = joined, False
 
     def _open_line(self) -> list[Line]:
-        if self._rest_shown or not self._rest or time.monotonic() - self._rest_since < OPEN_LINE_AFTER_S:
+        if self._rest_shown or not self._rest.strip() or time.monotonic() - self._rest_since < OPEN_LINE_AFTER_S:
             return []
-        self._rest_shown = True
+        # A progress bar changes more often than it need be shown.
+        self._rest_shown, self._rest_since = True, time.monotonic()
         return [self._line(self._rest, self._cut, is_open=True)]
 
     def _line(self, raw: bytes, cut: int, is_open: bool = False) -> Line:

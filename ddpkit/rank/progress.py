@@ -43,8 +43,16 @@ class Progress:
     def __init__(self, here: Here, total_steps: int, done: int, workers: int) -> None:
         self._here = here
         self._bar = _bar(total_steps, done) if here.rank == 0 else None
+        if self._bar is not None:
+            logger.addFilter(self._make_room)
         self._workers = dict.fromkeys(range(here.world_size), workers)
         self._begin()
+
+    def _make_room(self, record: logging.LogRecord) -> bool:
+        """Take the bar away before a line of the log, which would stand behind it."""
+        if self._bar is not None:
+            self._bar.clear()
+        return True
 
     def _begin(self) -> None:
         self._data_s: list[float] = []
@@ -88,7 +96,6 @@ class Progress:
         """Log an interval: the loss on rank 0's console, what is wrong as a warning."""
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{interval.loss:.4f}", refresh=False)
-            self._bar.clear()
         logger.info("epoch %d step %d loss %.4f %.1f ms/step", epoch, step, interval.loss, interval.step_ms)
         for rank, times in interval.not_finite.items():
             logger.warning(
@@ -105,6 +112,7 @@ class Progress:
 
     def close(self) -> None:
         if self._bar is not None:
+            logger.removeFilter(self._make_room)
             self._bar.close()
 
 
