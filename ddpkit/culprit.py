@@ -25,6 +25,7 @@ Culprit = int | tuple[int, ...] | Literal["every rank"] | None
 
 TIE_NS = 1_000_000
 LEAVING_TAKES_NS = 3_000_000_000
+GIVING_UP_TAKES_NS = 500_000_000
 # A rank that waits for less than this, or for less than so many of its own steps, is in the middle of an ordinary one.
 STILL_FROM_S = 2.0
 STEPS_MISSED = 2
@@ -51,6 +52,7 @@ _GAVE_UP = re.compile(
     r"|waiting for clients\. \d+/\d+ clients joined"
     r"|failed to pass monitoredBarrier"
 )
+_WAITED = re.compile(r"Timed out waiting (\d+)ms for (?:recv|send) operation")
 # torch.distributed.checkpoint raises on every rank what it met on some; with `reduce_fun`, what came of them all together.
 _FAILED_IN_CHECKPOINT = re.compile(
     r"^CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)(?!.*reduce_fun\()", re.DOTALL
@@ -258,7 +260,7 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
         return named[0] if len(named) == 1 else named, f"Rank {victim.rank} {_did(victim)}.", "told_by_others"
     met = "lost its peer" if classes[victim.rank] == "peer_lost" else "gave up waiting"
     where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
-    finding = find(ranks, at_ns=_failed_at(victim) if classes[victim.rank] == "gave_up" else None)
+    finding = find(ranks, at_ns=_gave_up_at(victim) if classes[victim.rank] == "gave_up" else None)
     raised = {rank.rank: earlier for rank in hurt if (earlier := _own_before(rank))}
     if len(raised) == 1 and (not finding or finding.ranks in ((), tuple(raised))):
         number, earlier = raised.popitem()
@@ -284,6 +286,14 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
         return _as_found(finding, ranks)
     unclear = f"Rank {victim.rank} {met}{where}, and no rank failed by itself: the culprit cannot be told from this."
     return None, unclear, classes[victim.rank]
+
+
+def _gave_up_at(rank: Rank) -> int:
+    """When this rank gave up waiting; a program may catch that, write a report, and raise it long after."""
+    waited, said = standing(rank).collective, _WAITED.search(rank.failure.message) if rank.failure else None
+    if said and waited and waited is rank.collectives[-1]:
+        return min(_failed_at(rank), waited.at_ns + int(said[1]) * 1_000_000 + GIVING_UP_TAKES_NS)
+    return _failed_at(rank)
 
 
 def _own_before(rank: Rank) -> str:

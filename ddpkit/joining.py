@@ -106,10 +106,13 @@ def _by_another_port(asked: str, master: str) -> bool:
 
 
 def making_a_group(waiting: Mapping[int, Standing]) -> Finding | None:
-    """Some ranks make a new process group, which takes every rank, and others wait elsewhere; None where none does, where
-    neither are the most, or where the others wait in such a group: they made it, and nothing says who made one too many."""
+    """Some ranks make a new process group, which takes every rank, and others wait elsewhere, or have made fewer of them; None
+    where none does, where neither are the most, or where the others wait in such a group: they made it, and nothing says who
+    made one too many."""
     makers = {n: s for n, s in waiting.items() if is_in(s, "_new_group_with_tag")}
     others = {n: s for n, s in waiting.items() if n not in makers}
+    if makers and not others:
+        return _in_another_new_one(makers)
     in_a_new_one = any(s.collective and s.collective.group != "0" for s in others.values())
     if not makers or len(makers) == len(others) or not others or in_a_new_one:
         return None
@@ -118,3 +121,14 @@ def making_a_group(waiting: Mapping[int, Standing]) -> Finding | None:
     waits = f"{verb(makers, 'waits', 'wait')}{at_line(first)}"
     opening = f"{ranks_said(list(makers))} {waits}. A new process group takes every rank, and {said}."
     return against_most({n: n in makers for n in waiting}, opening, "mismatch")
+
+
+def _in_another_new_one(makers: Mapping[int, Standing]) -> Finding | None:
+    """Every rank makes a new process group, and not all have made as many before; None where they have."""
+    made = {n: s.rank.groups_made for n, s in makers.items()}
+    if len(set(made.values())) == 1:
+        return None
+    said = ", ".join(f"rank {n} {count}" for n, count in sorted(made.items()))
+    opening = f"Every rank waits in new_group{at_line(next(iter(makers.values())))}"
+    rule = "all have to call it equally often, members or not"
+    return against_most(made, f"{opening}; {rule}. Process groups begun: {said}.", "mismatch")

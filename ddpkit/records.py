@@ -196,6 +196,11 @@ class Rank:
         """The global ranks of each process group that this rank is in; recorded with `collectives`."""
         return tuple(map(tuple, (wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("groups", ())))
 
+    @cached_property
+    def groups_made(self) -> int:
+        """How many process groups this rank has begun to make, the default one included; recorded with `collectives`."""
+        return int((wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("groups_made", 0))
+
     @property
     def collective(self) -> Collective | None:
         """The collective that this rank waits in or, where it waits in none, the last that it joined."""

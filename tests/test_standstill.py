@@ -502,3 +502,33 @@ def test_who_leaves_an_exchange_one_message_short_is_at_fault(tmp_path: Path) ->
     # With as many back as were sent, rank 1 waits for one too many, for all that is known.
     stages[1]["exchanged"] = [*exchanged[1], (0, "send", 8, 0), (0, "recv", 7, 2)]
     assert "waits for one more" not in hung(tmp_path / "even", *stages, last).verdict.sentence
+
+
+def test_who_has_made_fewer_process_groups_is_at_fault_where_all_make_one(tmp_path: Path) -> None:
+    """gloo lets members alone make a group; the next one has another name for those who did not."""
+    run = hung(tmp_path, *({"calls": [("barrier", 5)], "waits": True, "line": 9} for _ in range(3)))
+    for rank, made in zip(run.ranks, (3, 2, 3), strict=True):
+        stack = (rank.folder / wire.STACK).read_text()
+        (rank.folder / wire.STACK).write_text(stack.replace("all_reduce", "_new_group_with_tag"))
+        opened = wire.read_record(rank.folder / wire.COLLECTIVES) or {}
+        entries = [{**entry, "done": True} for entry in opened["entries"]]
+        wire.write_record(rank.folder / wire.COLLECTIVES, {**opened, "entries": entries, "groups_made": made})
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (1, "mismatch")
+    assert "Process groups begun: rank 0 3, rank 1 2, rank 2 3." in run.verdict.sentence
+
+
+def test_a_wait_that_was_given_up_long_before_the_error_tells_who_came_late(tmp_path: Path) -> None:
+    """The others caught the timeout after 5 s, wrote a report and raised when the late rank had come."""
+    write_run(tmp_path)
+    step: list[Call] = [("all_reduce", 5)]
+    write_rank(tmp_path, 0, {"type": "RuntimeError", "message": GAVE_UP, "at_ns": 20 * 10**9})
+    write_rank(tmp_path, 1, **ENDED)
+    for rank, joined_s in ((0, 1), (1, 9)):
+        evidence(tmp_path, rank, step, waits=False, line=5 if rank == 0 else 9)
+        record = wire.rank_folder(tmp_path, 0, rank) / wire.COLLECTIVES
+        found = wire.read_record(record) or {}
+        entries = [{**found["entries"][0], "at_ns": joined_s * 10**9, "where": {**frame(3), "file": "t.py"}}]
+        wire.write_record(record, {**found, "entries": entries})
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (1, "straggler"), run

@@ -116,7 +116,7 @@ def note(with_entries: bool = True) -> None:
 def recorded(with_entries: bool) -> dict[str, Any]:
     """The flight recorder as plain data: `enqueued` and `completed`, the number of the last collective by process group,
     and with `with_entries` the collectives themselves and the sends and receives, each oldest first, the peers of those that
-    are not over, and the ranks of each process group.
+    are not over, the ranks of each process group, and how many groups were made.
 
     An older torch without the recorder for gloo tells the numbers of the default group alone.
     """
@@ -135,6 +135,7 @@ def recorded(with_entries: bool) -> dict[str, Any]:
         entries = sorted(trace.get("entries", []), key=lambda entry: entry["record_id"])
         without_place = len(entries) - MOST_PLACES
         found["requested"], found["groups"] = _requested(), list(_members.values())
+        found["groups_made"] = _groups_made()
         found["exchanged"] = [_exchange(*one) for one in list(_exchanged)]
         found["entries"] = [_entry(entry, placed=i >= without_place) for i, entry in enumerate(entries)]
     return found
@@ -198,6 +199,12 @@ def _place(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
             source = linecache.getline(file, line).strip()
             return {"file": file, "line": line, "function": frame["name"], "source": source, "own": True}
     return None
+
+
+def _groups_made() -> int:
+    """How many process groups this rank has begun to make: torch names the next one after it."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return getattr(getattr(c10d, "_world", None), "group_count", 0)
 
 
 def remember_groups() -> None:
