@@ -77,7 +77,7 @@ _ORDINARY = {"StopIteration", "KeyError", "Empty"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is at fault. `culprit`: a rank, several that failed alike, "every rank", or None where nobody is or none can be told.
+    """Who is at fault. `culprit`: a rank, several, "every rank", or None where nobody is or none can be told.
 
     `sentence` says it in a sentence or two ("" for a job that passed); `words` and `roles` tell it rank by rank.
     Roles: passed, culprit, own (failed by itself, but not the first), consequence, unknown. `kind` is passed, own, tie,

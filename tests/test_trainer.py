@@ -133,6 +133,8 @@ def test_a_model_of_ones_own_with_batch_norm_and_an_optimizer_that_is_not_fused(
     assert (run.reported[0]["steps"], run.reported[0]["epochs"]) == (15, 3)
     assert (home / "logs" / "rank_1.log").read_text().count("epoch 2 is done") == 1
     assert "epoch 2 is done" not in run.ranks[1].stdout
+    shown = [line.rpartition("\r")[2] for line in run.ranks[0].stdout.split("\n")]
+    assert not [line for line in shown if "step/s" in line and "DDP-INFO" in line]
 
 
 def test_a_reduction_error_names_the_parameters(script: Script) -> None:
