@@ -122,7 +122,7 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
     odd_ones = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
     odd_ones, way = odd_ones or _without_an_exchange(waiting) or _with_one_more(waiting, at), ""
-    if short := None if odd_ones else _one_message_short(waiting, at):
+    if short := None if odd_ones else _left_an_exchange(waiting, at):
         odd_ones, way = short
     elif found := None if odd_ones else strayed(histories):
         odd, before, after = found
@@ -192,22 +192,61 @@ def _with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) 
     return ()
 
 
-def _one_message_short(
+def _left_an_exchange(
     waiting: Mapping[int, Standing], at: Mapping[int, Standing]
 ) -> tuple[tuple[int, ...], str] | None:
-    """The one rank that waits in a collective of all while the others, more than one, still exchange messages, if one of them
-    waits for a message of it that would be as many back as it has sent it."""
+    """The rank that waits in a collective of all while others wait to exchange with it, if that are several, or the messages
+    between it and one of them tell that it went on too soon; and what tells it."""
     there = [n for n, s in waiting.items() if s.collective and set(s.collective.ranks) == set(at)]
     exchanging = {n: s for n, s in waiting.items() if s.pairwise}
-    if len(there) != 1 or len(exchanging) < 2 or len(exchanging) + 1 < len(at):
+    if len(there) + len(exchanging) < len(at):
         return None
-    for number, waiter in exchanging.items():
-        made = [c.op.lstrip("i") for c in in_time(waiter.rank.calls) if c.is_exchange and c.ranks == tuple(there)]
-        if made[-1:] == ["recv"] and (sent := made.count("send")) == made.count("recv") > 1:
-            return tuple(
-                there
-            ), f"rank {number} has sent it {sent} messages, has {sent - 1} back, and waits for one more"
+    if len(exchanging) == 1 and len(there) > 1:
+        ((number, waiter),) = exchanging.items()
+        if len(peers(waiter)) > 1 and set(peers(waiter)) <= set(there):
+            met = " and ".join(map(str, peers(waiter)))
+            return (number,), f"it waits to exchange with ranks {met}, and none of them with it"
+    for left in there:
+        missing = missing_in(waiting[left], at, None)
+        for_it = [n for n, s in exchanging.items() if left in peers(s) and n in missing]
+        if len(there) == 1 and len(for_it) > 1:
+            return (left,), f"ranks {' and '.join(map(str, for_it))} still wait to exchange with it"
+        for number in for_it:
+            alone = len(there) == 1 and len(exchanging) > 1
+            way = (_owed(waiting[number], left) if alone else "") or _fewer_than_ever(waiting[left], waiting[number])
+            if way:
+                return (left,), f"rank {number} {way}"
     return None
+
+
+def _owed(waiter: Standing, peer: int) -> str:
+    """What is owed to a rank that has sent messages, and gets as many back with the one it waits for; "" where nothing is."""
+    made = [c.op.lstrip("i") for c in in_time(waiter.rank.calls) if c.is_exchange and c.ranks == (peer,)]
+    sent = made.count("send")
+    if made[-1:] != ["recv"] or sent != made.count("recv") or sent < 2:
+        return ""
+    return f"has sent it {sent} messages, has {sent - 1} back, and waits for one more"
+
+
+def _fewer_than_ever(left: Standing, waiter: Standing) -> str:
+    """Whether, between its last two collectives, `left` had one exchange less with `waiter` than the two ever had; if so, how
+    many the other waits for."""
+    made, awaited = _in_rounds(left, waiter.rank.rank), _in_rounds(waiter, left.rank.rank)
+    usual = awaited[-1]
+    if not made[:-1] or {*made[:-1], *awaited} != {usual} or made[-1] + 1 != usual:
+        return ""
+    return f"waits for exchange {usual} of {usual} with it, as many as in every round before"
+
+
+def _in_rounds(standing: Standing, peer: int) -> list[int]:
+    """How often this rank exchanged with `peer` before each of its collectives, and, where it is in no collective, since."""
+    rounds = [0]
+    for call in in_time(standing.rank.calls):
+        if not call.is_exchange:
+            rounds.append(0)
+        elif call.ranks == (peer,):
+            rounds[-1] += 1
+    return rounds if standing.pairwise else rounds[:-1]
 
 
 def _out_of_step(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ class Collective:
     `every_turn` those of them that come to it in every turn. `backend` is "gloo" or "nccl", "" where that is not known.
 
     Of a rank that gloo aborted no sizes may be known but how long its messages are, `message_bytes`; 0 where nobody asked. Of
-    a send or receive it is its length.
+    a send or receive it is its length. `root` is the rank from or to which it is; None where there is none, or it was not kept.
     `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
     """
 
@@ -49,6 +49,7 @@ class Collective:
     message_bytes: int = 0
     setup: int = 0
     backend: str = ""
+    root: int | None = None
 
     def __repr__(self) -> str:
         return f"{'done' if self.done else 'waiting'} in {self.name}{self.from_line}"
@@ -85,6 +86,8 @@ class Collective:
     def matches(self, other: Collective) -> bool:
         """Whether two ranks that joined these two as the same collective agree on it."""
         if (self.op, self.message_bytes) != (other.op, other.message_bytes):
+            return False
+        if None not in (self.root, other.root) and self.root != other.root:
             return False
         # NCCL gathers tensors of different sizes; gloo does not.
         gathers_alike = self.backend == "gloo" and "gather" in self.op
@@ -154,6 +157,7 @@ def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
         loops=tuple(entry.get("loops", ())),
         every_turn=tuple(entry.get("every_turn", ())),
         backend=entry.get("backend", ""),
+        root=entry.get("root"),
     )
 
 

@@ -111,24 +111,19 @@ def making_a_group(waiting: Mapping[int, Standing]) -> Finding | None:
     made one too many."""
     makers = {n: s for n, s in waiting.items() if is_in(s, "_new_group_with_tag")}
     others = {n: s for n, s in waiting.items() if n not in makers}
-    if makers and not others:
-        return _in_another_new_one(makers)
+    if not makers:
+        return None
+    waits = f"{ranks_said(list(makers))} {verb(makers, 'waits', 'wait')}{at_line(next(iter(makers.values())))}"
+    begun = {n: s.rank.groups_made for n, s in waiting.items()}
+    behind = {n: s for n, s in waiting.items() if begun[n] < max(begun[maker] for maker in makers)}
+    odd = behind if behind and 2 * len(behind) < len(waiting) else others
+    said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(odd.items()))
+    opening = f"{waits}. A new process group takes every rank, and {said}."
+    if odd is behind:
+        counts = ", ".join(f"{count} by rank {n}" for n, count in sorted(begun.items()))
+        missed = f"{ranks_said(list(behind))} {verb(behind, 'has', 'have')} missed one"
+        return Finding(tuple(behind), f"{opening} {missed}: groups begun are {counts}.", "mismatch")
     in_a_new_one = any(s.collective and s.collective.group != "0" for s in others.values())
-    if not makers or len(makers) == len(others) or not others or in_a_new_one:
+    if len(makers) == len(others) or not others or in_a_new_one:
         return None
-    said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(others.items()))
-    first = next(iter(makers.values()))
-    waits = f"{verb(makers, 'waits', 'wait')}{at_line(first)}"
-    opening = f"{ranks_said(list(makers))} {waits}. A new process group takes every rank, and {said}."
     return against_most({n: n in makers for n in waiting}, opening, "mismatch")
-
-
-def _in_another_new_one(makers: Mapping[int, Standing]) -> Finding | None:
-    """Every rank makes a new process group, and not all have made as many before; None where they have."""
-    made = {n: s.rank.groups_made for n, s in makers.items()}
-    if len(set(made.values())) == 1:
-        return None
-    said = ", ".join(f"rank {n} {count}" for n, count in sorted(made.items()))
-    opening = f"Every rank waits in new_group{at_line(next(iter(makers.values())))}"
-    rule = "all have to call it equally often, members or not"
-    return against_most(made, f"{opening}; {rule}. Process groups begun: {said}.", "mismatch")

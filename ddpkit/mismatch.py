@@ -37,7 +37,7 @@ def find_parting(ranks: Sequence[Rank]) -> Finding:
         return _by_parameter_count(counts, ranks)
     told = {r.rank: found for r in ranks if r.failure and (found := _REFERENCE.search(r.failure.message))}
     if told:
-        return _against_rank_0({rank: (found[1], found[2]) for rank, found in told.items()}, ranks)
+        return _against_the_first({rank: (found[1], found[2]) for rank, found in told.items()}, ranks)
     if finding := _by_length(ranks):
         return finding
     lines = {r.rank: where for r in ranks if (where := _failed_line(r))}
@@ -185,14 +185,16 @@ def _by_parameter_count(counts: Mapping[int, int], ranks: Sequence[Rank]) -> Fin
     return against_most(counts, opening, "shapes_differ")
 
 
-def _against_rank_0(differing: Mapping[int, tuple[str, str]], ranks: Sequence[Rank]) -> Finding:
-    """DDP holds every rank's parameters against those of rank 0, and says of which one the shape differs, and what it is
-    there: the odd ones are those who are not with the most, if most agree."""
+def _against_the_first(differing: Mapping[int, tuple[str, str]], ranks: Sequence[Rank]) -> Finding:
+    """DDP holds every rank's parameters against those of the first rank of its group, and says of which one the shape differs,
+    and what it is there: the odd ones are those who are not with the most, if most agree."""
+    last = next((r.collectives[-1] for r in ranks if r.rank in differing and r.collectives), None)
+    group = (last and last.ranks) or tuple(r.rank for r in ranks)
     said = "; ".join(
         f"params[{index}] has {shape} on rank {rank}" for rank, (index, shape) in sorted(differing.items())
     )
-    opening = f"The ranks built different models, and not all are as on rank 0: {said}."
-    return against_most({r.rank: differing.get(r.rank) for r in ranks}, opening, "shapes_differ", whom="most")
+    opening = f"The ranks built different models, and not all are as on rank {group[0]}: {said}."
+    return against_most({rank: differing.get(rank) for rank in group}, opening, "shapes_differ", whom="most")
 
 
 def _failed_line(rank: Rank) -> Frame | None:
@@ -205,9 +207,11 @@ def parted_at(parted: Parting) -> Finding:
     """The ranks joined different collectives as the same one."""
     joined = parted.joined
     first = min(joined.values(), key=lambda c: c.seq)
-    same_words = len({c.shape_words for c in joined.values()}) == 1
+    with_roots = len({c.root for c in joined.values()}) > 1
+    words = {n: c.shape_words + (_root_of(c) if with_roots else "") for n, c in joined.items()}
+    same_words = len(set(words.values())) == 1
     said = "; ".join(
-        f"rank {n} {'came to it from' if same_words else f'joined {c.shape_words}'}{_line_of(c, bare=same_words)}"
+        f"rank {n} {'came to it from' if same_words else f'joined {words[n]}'}{_line_of(c, bare=same_words)}"
         for n, c in sorted(joined.items())
     )
     number = f"collective #{first.seq}"
@@ -215,6 +219,13 @@ def parted_at(parted: Parting) -> Finding:
         opening = f"{ranks_said(parted.odd)} left the common way at {number}"
         return Finding(parted.odd, f"{opening}: {said}; {parted.why}.", "mismatch")
     return undecided(f"The ranks part at {number}: {said}.", "mismatch")
+
+
+def _root_of(collective: Collective) -> str:
+    """` to rank 1`, ` from rank 0`; "" where it has no root."""
+    if collective.root is None:
+        return ""
+    return f" {'to' if collective.op in ('reduce', 'gather') else 'from'} rank {collective.root}"
 
 
 def _line_of(collective: Collective, bare: bool) -> str:

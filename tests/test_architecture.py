@@ -164,8 +164,9 @@ ALLOWED: dict[str, set[str]] = {
     "rank.steps": {"wire", "rank.failure", "rank.observe"},
     "rank.failure": {"wire"},
     "rank.around": set(),
-    "rank.collectives": {"rank.around", "wire", "rank.failure"},
-    "rank.observe": {"rank.collectives", "rank.failure"},
+    "rank.collectives": {"rank.around", "wire", "rank.failure", "rank.peers"},
+    "rank.peers": {"rank.failure"},
+    "rank.observe": {"rank.collectives", "rank.failure", "rank.peers"},
     "rank.function": {"wire"},
     "rank.process_group": {
         *(

@@ -515,7 +515,7 @@ def test_who_has_made_fewer_process_groups_is_at_fault_where_all_make_one(tmp_pa
         wire.write_record(rank.folder / wire.COLLECTIVES, {**opened, "entries": entries, "groups_made": made})
     run = Run.from_folder(tmp_path)
     assert (run.culprit, run.verdict.kind) == (1, "mismatch")
-    assert "Process groups begun: rank 0 3, rank 1 2, rank 2 3." in run.verdict.sentence
+    assert "Rank 1 has missed one: groups begun are 3 by rank 0, 2 by rank 1, 3 by rank 2." in run.verdict.sentence
 
 
 def test_a_wait_that_was_given_up_long_before_the_error_tells_who_came_late(tmp_path: Path) -> None:
@@ -532,3 +532,55 @@ def test_a_wait_that_was_given_up_long_before_the_error_tells_who_came_late(tmp_
         wire.write_record(record, {**found, "entries": entries})
     run = Run.from_folder(tmp_path)
     assert (run.culprit, run.verdict.kind) == (1, "straggler"), run
+
+
+def test_who_goes_on_while_two_wait_to_exchange_with_it_is_at_fault(tmp_path: Path) -> None:
+    """The middle stage of a pipeline has one batch less than its neighbours."""
+    stage: dict[str, Any] = {"calls": [], "waits": True, "line": 7, "peer": 1}
+    middle = {"calls": [("all_reduce", 9)], "waits": True, "within": [0, 1, 2]}
+    first, last = ({**stage, "exchanged": [(0, op, 6, 1)]} for op in ("send", "recv"))
+    run = hung(tmp_path, first, {**middle, "exchanged": [(0, "recv", 5, 0), (0, "send", 6, 2)]}, last)
+    assert (run.culprit, run.verdict.kind) == (1, "mismatch")
+    assert "ranks 0 and 2 still wait to exchange with it" in run.verdict.sentence
+
+
+def test_who_waits_to_exchange_with_two_that_do_not_is_at_fault(tmp_path: Path) -> None:
+    """A ring of three, joined by a fourth."""
+    barrier = {"calls": [("barrier", 9)], "waits": True, "within": [0, 1, 2, 3]}
+    outside: dict[str, Any] = {"calls": [], "waits": False, "line": 7, "source": "work.wait()"}
+    run = hung(tmp_path, barrier, barrier, barrier, outside)
+    record = wire.rank_folder(tmp_path, 0, 3) / wire.COLLECTIVES
+    wire.write_record(record, {**(wire.read_record(record) or {}), "requested": [0, 1]})
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (3, "mismatch")
+
+
+def test_who_has_one_exchange_less_than_in_every_round_before_is_at_fault(tmp_path: Path) -> None:
+    rounds: list[Call] = [("barrier", 9)] * 3
+    there: dict[str, Any] = {"calls": rounds, "waits": True, "within": [0, 1, 2]}
+    drops = [(turn, "send", 6, 2) for turn in (0, 0, 1, 1, 2)]
+    waits = {"calls": rounds[:2], "waits": True, "line": 5, "peer": 1, "within": [0, 1, 2]}
+    receives = [(turn, "recv", 5, 1) for turn in (0, 0, 1, 1, 2, 2)]
+    run = hung(tmp_path / "a", there, {**there, "exchanged": drops}, {**waits, "exchanged": receives})
+    assert run.culprit == 1
+    assert "waits for exchange 2 of 2 with it, as many as in every round before" in run.verdict.sentence
+    # Where the other has one more than ever, it is not the one that left.
+    more = [(turn, "send", 6, 2) for turn in (0, 0, 1, 1, 2, 2)]
+    run = hung(
+        tmp_path / "b", there, {**there, "exchanged": more}, {**waits, "exchanged": [*receives, (2, "recv", 5, 1)]}
+    )
+    assert "as many as in every round before" not in run.verdict.sentence
+
+
+def test_who_has_another_root_than_most_is_at_fault_also_where_they_have_gone_on(tmp_path: Path) -> None:
+    calls: list[Call] = [("barrier", 4), ("reduce", 5)]
+    ahead = {"calls": [*calls, ("barrier", 6)], "waits": True}
+    run = hung(tmp_path, {"calls": calls, "waits": True}, {"calls": calls, "waits": True}, ahead)
+    for rank, root in zip(run.ranks, (0, 1, 0), strict=True):
+        record = rank.folder / wire.COLLECTIVES
+        found = wire.read_record(record) or {}
+        entries = [{**entry, "root": root if entry["op"] == "reduce" else None} for entry in found["entries"]]
+        wire.write_record(record, {**found, "entries": entries})
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (1, "mismatch")
+    assert "rank 1 joined reduce of [4] Float to rank 1" in run.verdict.sentence

@@ -15,15 +15,12 @@ import sys
 import threading
 import time
 import traceback
-import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ddpkit import wire
 
-from . import failure
+from . import failure, peers
 from .around import about_rank, choice, loops
 
 # The rest of a long record is read by nobody, and the frames of one entry take ten times the room of its numbers.
@@ -32,13 +29,6 @@ MOST_PLACES = 64
 _lock = threading.Lock()
 _listening_pid = 0
 _members: dict[str, list[int]] = {}
-_exchanges = 0
-# The last sends and receives that began: when, which, of how many bytes, with which rank, and the user's line. gloo records
-# none of them.
-_exchanged: deque[tuple[int, str, int, int | None, tuple[str, int, str] | None]] = deque(maxlen=2000)
-# The rank with which a send or receive is under way, or failed.
-exchanging_with: int | None = None
-_requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def say_joining(asked: Mapping[str, Any]) -> None:
@@ -110,7 +100,7 @@ def note(with_entries: bool = True) -> None:
         found = recorded(with_entries)
         path = folder / (wire.COLLECTIVES if with_entries else wire.PROGRESS)
         with contextlib.suppress(OSError):
-            wire.write_record(path, {"at_ns": time.time_ns(), "exchanges": _exchanges, **found})
+            wire.write_record(path, {"at_ns": time.time_ns(), "exchanges": peers.exchanges(), **found})
 
 
 def recorded(with_entries: bool) -> dict[str, Any]:
@@ -134,10 +124,11 @@ def recorded(with_entries: bool) -> dict[str, Any]:
     if with_entries:
         entries = sorted(trace.get("entries", []), key=lambda entry: entry["record_id"])
         without_place = len(entries) - MOST_PLACES
-        found["requested"], found["groups"] = _requested(), list(_members.values())
+        found["requested"], found["groups"] = peers.requested(), list(_members.values())
         found["groups_made"] = _groups_made()
-        found["exchanged"] = [_exchange(*one) for one in list(_exchanged)]
-        found["entries"] = [_entry(entry, placed=i >= without_place) for i, entry in enumerate(entries)]
+        found["exchanged"] = [{**one, "where": _place([line] if line else [])} for one, line in peers.exchanged()]
+        root_of = peers.roots()
+        found["entries"] = [_entry(entry, i >= without_place, root_of) for i, entry in enumerate(entries)]
     return found
 
 
@@ -155,7 +146,7 @@ def _no_inductor() -> Iterator[None]:
             del torch.__dict__["_inductor"]
 
 
-def _entry(entry: dict[str, Any], placed: bool) -> dict[str, Any]:
+def _entry(entry: dict[str, Any], placed: bool, root_of: Callable[[str, int], int | None]) -> dict[str, Any]:
     group, description = entry["process_group"]
     backend, _, op = entry["profiling_name"].rpartition(":")
     return {
@@ -166,6 +157,7 @@ def _entry(entry: dict[str, Any], placed: bool) -> dict[str, Any]:
         "group": group,
         "group_name": description,
         "ranks": _members.get(group, []),
+        "root": root_of(op, entry["time_created_ns"]),
         "sizes": entry["input_sizes"],
         "dtypes": entry["input_dtypes"],
         "at_ns": entry["time_created_ns"],
@@ -215,48 +207,6 @@ def remember_groups() -> None:
             # A group without this rank is a plain number among the groups.
             if name := getattr(group, "group_name", ""):
                 _members[name] = sorted(ranks)
-
-
-def begin_exchange(op: str, asked: Mapping[str, Any]) -> None:
-    """Keep with which rank a send or receive is, which gloo does not record; `asked` are its arguments."""
-    global exchanging_with
-    exchanging_with = asked.get("dst", asked.get("src"))
-    within = asked.get("group_dst", asked.get("group_src"))
-    if exchanging_with is None and within is not None:
-        with contextlib.suppress(Exception):
-            exchanging_with = sys.modules["torch.distributed"].get_global_rank(asked["group"], within)
-    frame: FrameType | None = sys._getframe(1)
-    while frame and not failure.is_users_own(frame.f_code.co_filename):
-        if frame.f_code.co_name in ("send", "recv"):
-            # The one that this is a part of is there already.
-            return
-        frame = frame.f_back
-    line = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else None
-    _exchanged.append((time.time_ns(), op, getattr(asked.get("tensor"), "nbytes", 0), exchanging_with, line))
-
-
-def _exchange(at_ns: int, op: str, nbytes: int, peer: int | None, line: tuple[str, int, str] | None) -> dict[str, Any]:
-    """A send or receive as a record."""
-    where = _place([dict(zip(("filename", "line", "name"), line, strict=True))]) if line else None
-    return {"at_ns": at_ns, "op": op, "bytes": nbytes, "peer": peer, "where": where}
-
-
-def end_exchange(given: Any, outer: int | None) -> None:
-    """Count it, and be again in the one around it, with rank `outer`. Of one that goes on by itself, keep the other rank for as
-    long as the program keeps `given`, its handle."""
-    global _exchanges, exchanging_with
-    with contextlib.suppress(TypeError):
-        if exchanging_with is not None and hasattr(given, "is_completed"):
-            _requests[given] = exchanging_with
-    _exchanges, exchanging_with = _exchanges + 1, outer
-
-
-def _requested() -> list[int]:
-    """The ranks with which a send or receive is under way or was begun and not waited for; gloo's end when they are."""
-    begun = set() if exchanging_with is None else {exchanging_with}
-    with contextlib.suppress(Exception):
-        begun |= {other for work, other in list(_requests.items()) if not work.is_completed()}
-    return sorted(begun)
 
 
 def _sequence_number() -> dict[str, int]:

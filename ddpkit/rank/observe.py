@@ -16,13 +16,13 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-from . import collectives, failure
+from . import collectives, failure, peers
 
 _WATCHED = "torch.distributed.distributed_c10d"
 
 
 def arm() -> None:
-    """Have `init_process_group`, `destroy_process_group` and what sends to one rank or receives from one watched.
+    """Have `init_process_group`, `destroy_process_group` and what goes to one rank or comes from one watched.
 
     In a warm rank this was done before the zygote imported torch.
     """
@@ -39,8 +39,10 @@ def meet(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 def _watch(module: ModuleType) -> None:
-    exchanges = dict.fromkeys(("send", "recv", "isend", "irecv"), _exchanging)
-    for name, watched in {"init_process_group": _joining, "destroy_process_group": _leaving, **exchanges}.items():
+    calls = {"init_process_group": _joining, "destroy_process_group": _leaving}
+    calls |= dict.fromkeys(("send", "recv", "isend", "irecv"), _exchanging)
+    calls |= dict.fromkeys(("broadcast", "scatter", "reduce", "gather"), _rooted)
+    for name, watched in calls.items():
         module.__dict__[name] = watched(module.__dict__[name])
 
 
@@ -100,14 +102,29 @@ def _exchanging(exchange: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(exchange)
     def counted(*args: Any, **kwargs: Any) -> Any:
         # `recv` calls `irecv`.
-        outer = collectives.exchanging_with
+        outer = peers.under_way_with
         with contextlib.suppress(TypeError):
-            collectives.begin_exchange(exchange.__name__, signature.bind_partial(*args, **kwargs).arguments)
+            peers.begin_exchange(exchange.__name__, signature.bind_partial(*args, **kwargs).arguments)
         given = exchange(*args, **kwargs)
-        collectives.end_exchange(given, outer)
+        peers.end_exchange(given, outer)
         return given
 
     return counted
+
+
+def _rooted(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a collective from one rank or to one, with a note of that rank, which no recorder keeps."""
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        asked: dict[str, Any] = {}
+        with contextlib.suppress(TypeError):
+            asked = signature.bind_partial(*args, **kwargs).arguments
+        with peers.rooted(call.__name__, asked):
+            return call(*args, **kwargs)
+
+    return noted
 
 
 def _leaving(destroy: Callable[..., Any]) -> Callable[..., Any]:

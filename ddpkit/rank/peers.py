@@ -1,0 +1,117 @@
+"""Keeps with which rank each send and receive of this rank is, and from or to which a collective is: no recorder has them."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from . import failure
+
+MOST = 2000
+
+_count = 0
+# The last sends and receives that began, and the user's line of each.
+_exchanged: deque[tuple[dict[str, Any], dict[str, Any] | None]] = deque(maxlen=MOST)
+# The rank with which a send or receive is under way, or failed.
+under_way_with: int | None = None
+_requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _Rooted:
+    """A call of a collective from or to rank `root`: when it began and was over, 0 while it is not."""
+
+    began_ns: int
+    op: str
+    root: int | None
+    over_ns: int = 0
+
+
+_rooted: deque[_Rooted] = deque(maxlen=MOST)
+
+
+def begin_exchange(op: str, asked: Mapping[str, Any]) -> None:
+    """A send or receive begins; `asked` are its arguments."""
+    global under_way_with
+    under_way_with = _other_rank(asked)
+    frame: FrameType | None = sys._getframe(1)
+    while frame and not failure.is_users_own(frame.f_code.co_filename):
+        if frame.f_code.co_name in ("send", "recv"):
+            # The one that this is a part of is there already.
+            return
+        frame = frame.f_back
+    line = (
+        {"filename": frame.f_code.co_filename, "line": frame.f_lineno, "name": frame.f_code.co_name} if frame else None
+    )
+    nbytes = getattr(asked.get("tensor"), "nbytes", 0)
+    _exchanged.append(({"at_ns": time.time_ns(), "op": op, "bytes": nbytes, "peer": under_way_with}, line))
+
+
+def end_exchange(given: Any, outer: int | None) -> None:
+    """Count it, and be again in the one around it, with rank `outer`. Of one that goes on by itself, keep the other rank for as
+    long as the program keeps `given`, its handle."""
+    global _count, under_way_with
+    with contextlib.suppress(TypeError):
+        if under_way_with is not None and hasattr(given, "is_completed"):
+            _requests[given] = under_way_with
+    _count, under_way_with = _count + 1, outer
+
+
+def exchanges() -> int:
+    """How many sends and receives have been made."""
+    return _count
+
+
+def exchanged() -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """The last sends and receives as records, oldest first, each with the user's line that it came from."""
+    return list(_exchanged)
+
+
+def requested() -> list[int]:
+    """The ranks with which a send or receive is under way or was begun and not waited for; gloo's end when they are."""
+    begun = set() if under_way_with is None else {under_way_with}
+    with contextlib.suppress(Exception):
+        begun |= {other for work, other in list(_requests.items()) if not work.is_completed()}
+    return sorted(begun)
+
+
+@contextlib.contextmanager
+def rooted(op: str, asked: Mapping[str, Any]) -> Iterator[None]:
+    """A collective from or to one rank is called meanwhile; `asked` are its arguments."""
+    call = _Rooted(time.time_ns(), op, _other_rank(asked))
+    _rooted.append(call)
+    try:
+        yield
+    finally:
+        call.over_ns = time.time_ns()
+
+
+def roots() -> Callable[[str, int], int | None]:
+    """A function that tells the root of a collective by its name and when the recorder dates it: that of the call during which
+    it came. What torch itself calls in C++, as DDP does, came during none, and has no root that is known."""
+    calls = list(_rooted)
+
+    def root_of(op: str, created_ns: int) -> int | None:
+        before = bisect.bisect(calls, created_ns, key=lambda call: call.began_ns) - 1
+        call = calls[before] if before >= 0 else None
+        return call.root if call and call.op == op and created_ns <= (call.over_ns or created_ns) else None
+
+    return root_of
+
+
+def _other_rank(asked: Mapping[str, Any]) -> int | None:
+    """The global rank that a call goes to or comes from, by its arguments; None where they name none."""
+    other: int | None = asked.get("dst", asked.get("src"))
+    within = asked.get("group_dst", asked.get("group_src"))
+    if other is None and within is not None:
+        with contextlib.suppress(Exception):
+            other = sys.modules["torch.distributed"].get_global_rank(asked["group"], within)
+    return other
