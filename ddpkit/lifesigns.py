@@ -28,8 +28,9 @@ MUCH_DATA_BYTES = 256 * 1024
 
 
 class Used(NamedTuple):
-    """What a process has used by the time `at`, on the monotonic clock: CPU, bytes from and to the disk; and whether it
-    waited for the disk just then, which no wait for a peer does. None where nobody asked."""
+    """What a process has used by the time `at`, on the monotonic clock: CPU, with the time for which it was ready and others
+    had the cores; bytes from and to the disk; and whether it waited for the disk just then, which no wait for a peer does. None
+    where nobody asked."""
 
     at: float
     cpu_s: float
@@ -77,7 +78,7 @@ class Progress:
                 heard.at = now
             heard.signs, heard.collectives = signs, collectives
             of_disk = _disk_use(rank.pid) if now - heard.at > QUIET_S else ()
-            heard.used.append(Used(now, _cpu_s(rank.pid), *of_disk))
+            heard.used.append(Used(now, _wanted_s(rank.pid), *of_disk))
             # A look at ranks that do not answer takes longer than that: two points are kept, or nothing could be said.
             while len(heard.used) > 2 and now - heard.used[0].at > LATELY_S:
                 heard.used.popleft()
@@ -90,7 +91,8 @@ class Progress:
         return time.monotonic() - self._of(rank.attempt, rank.rank).at
 
     def busy(self, rank: Rank) -> float:
-        """The share of one core that this rank has used lately; above 1 with more threads."""
+        """The share of one core that this rank has used lately, or would have on a machine of its own; above 1 with more
+        threads."""
         used = self._of(rank.attempt, rank.rank).used
         if len(used) < 2:
             return 0.0
@@ -103,13 +105,13 @@ class Progress:
         return moved[-1] - moved[0] >= MUCH_DATA_BYTES or any(point.waits_for_disk for point in used)
 
     def children_busy(self, rank: Rank) -> float:
-        """The share of one core that this rank's child processes, its loader's workers, have used since the last such
+        """The share of one core that this rank's child processes, its loader's workers, have used, or would have, since the last such
         question; infinite at the first, and where others have taken their place, as a compiler's programs do."""
         try:
             children = [child.pid for child in psutil.Process(rank.pid).children(recursive=True)]
         except psutil.Error:
             return 0.0
-        now, used_s = time.monotonic(), sum(map(_cpu_s, children))
+        now, used_s = time.monotonic(), sum(map(_wanted_s, children))
         known, before, before_s = self._children.get((rank.attempt, rank.rank), ([], now, used_s))
         self._children[rank.attempt, rank.rank] = children, now, used_s
         if not children:
@@ -143,11 +145,25 @@ def _signs(rank: Rank) -> object:
     return _size(rank.folder / wire.REPORTS), come, up, rank.finished_ns
 
 
+def _wanted_s(pid: int) -> float:
+    """Seconds of CPU that a process has used, or would have if others had not had the cores."""
+    return _cpu_s(pid) + _ready_s(pid)
+
+
 def _cpu_s(pid: int) -> float:
     with contextlib.suppress(psutil.Error):
         used = psutil.Process(pid).cpu_times()
         return used.user + used.system
     return 0.0
+
+
+def _ready_s(pid: int) -> float:
+    """Seconds for which the main thread of a process was ready to run and had no core, where the system tells."""
+    try:
+        with open(f"/proc/{pid}/schedstat", "rb") as told:
+            return int(told.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _disk_use(pid: int) -> tuple[int, bool]:
