@@ -105,8 +105,8 @@ class Progress:
         return moved[-1] - moved[0] >= MUCH_DATA_BYTES or any(point.waits_for_disk for point in used)
 
     def children_busy(self, rank: Rank) -> float:
-        """The share of one core that this rank's child processes, its loader's workers, have used, or would have, since the last such
-        question; infinite at the first, and where others have taken their place, as a compiler's programs do."""
+        """The share of one core that this rank's child processes, its loader's workers, have used, or would have, since the
+        last such question; infinite at the first, and where others have taken their place, as a compiler's programs do."""
         try:
             children = [child.pid for child in psutil.Process(rank.pid).children(recursive=True)]
         except psutil.Error:

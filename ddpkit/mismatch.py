@@ -101,6 +101,10 @@ def _histories(ranks: Sequence[Rank]) -> dict[int, Sequence[Collective]]:
             before = [c for c in other.collectives if c.at_ns < last.at_ns and (not c.ranks or rank.rank in c.ranks)]
             histories[rank.rank] = (*before, _own_of_the_aborted(rank, own, last, ranks))
             refused[last.key] = came
+            # What came was sent by the root, and a record that ends before it was taken as that rank lost its peer.
+            if last.op in ("broadcast", "scatter") and last.root not in (None, rank.rank, other.rank):
+                sender = histories[last.root]
+                histories[last.root] = sender if any(c.key == last.key for c in sender) else (*sender, last)
         elif alike := [(c, o) for c, o in recent if own == _message_bytes(c, len(ranks))]:
             # What came to it is nobody's of whom there is a record; it had room for what another rank has joined.
             last, other = alike[-1]
