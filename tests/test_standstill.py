@@ -584,3 +584,20 @@ def test_who_has_another_root_than_most_is_at_fault_also_where_they_have_gone_on
     run = Run.from_folder(tmp_path)
     assert (run.culprit, run.verdict.kind) == (1, "mismatch")
     assert "rank 1 joined reduce of [4] Float to rank 1" in run.verdict.sentence
+
+
+def test_a_message_too_long_for_a_rank_was_sent_by_the_root_even_if_its_record_ends_before(tmp_path: Path) -> None:
+    write_run(tmp_path, nproc=3)
+    reset = "[/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"
+    for rank, at_ns in ((0, 8), (1, 9)):
+        write_rank(tmp_path, rank, {"type": "RuntimeError", "message": reset, "at_ns": at_ns})
+        evidence(tmp_path, rank, [("broadcast", 5, [40])] * (1 + rank), waits=bool(rank))
+        record = wire.rank_folder(tmp_path, 0, rank) / wire.COLLECTIVES
+        found = wire.read_record(record) or {}
+        wire.write_record(record, {**found, "entries": [{**entry, "root": 0} for entry in found["entries"]]})
+    write_rank(tmp_path, 2, {"type": "SIGABRT", "message": "Aborted", "at_ns": 7}, exitcode=-6, signal="SIGABRT")
+    log = tmp_path / wire.LOGS / "x" / "attempt_0" / "2"
+    log.mkdir(parents=True)
+    (log / "stderr.log").write_text("op.preamble.length <= op.nbytes. 160 vs 16. Received data size doesn't match\n")
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (2, "mismatch"), run
