@@ -25,6 +25,10 @@ from .standing import (
     whom_it_waits_for,
 )
 
+# Which ranks left the common way, and how.
+Odd = tuple[tuple[int, ...], str]
+BY_MOST = "after the same calls most ranks came to another one"
+
 
 def of_different_roots(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Finding | None:
     """Who has named another source or destination of a collective than the others; None where nobody is seen to have."""
@@ -120,18 +124,24 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     each_other = len(waiting) == len(at) or (known and len(waiting) > 1)
     opening = f"{who} for each other" if each_other else f"{who}, for whom cannot be told"
     histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
-    odd_ones = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
-    odd_ones, way = odd_ones or _without_an_exchange(waiting) or _with_one_more(waiting, at), ""
-    if short := None if odd_ones else _left_an_exchange(waiting, at):
-        odd_ones, way = short
-    elif found := None if odd_ones else strayed(histories):
-        odd, before, after = found
-        way = f"from {before.name}{before.from_line} it came to {after.name}{after.from_line}, as nobody else ever did"
-        odd_ones = (odd,)
-    if odd_ones := odd_ones or _out_of_step(waiting, at):
-        way = way or "after the same calls most ranks came to another one"
-        return Finding(odd_ones, f"{opening}: {said}. {ranks_said(odd_ones)} left the common way: {way}.", "mismatch")
+    odd = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
+    odd = odd or _without_an_exchange(waiting) or _with_one_more(waiting, at)
+    found = (odd, BY_MOST) if odd else _left_an_exchange(waiting, at) or _went_astray(histories)
+    found = found or (_out_of_step(waiting, at), BY_MOST)
+    if found[0]:
+        ranks, how = found
+        return Finding(ranks, f"{opening}: {said}. {ranks_said(ranks)} left the common way: {how}.", "mismatch")
     return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
+
+
+def _went_astray(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:
+    """The rank that went from one call to another as no rank ever did."""
+    if not (found := strayed(histories)):
+        return None
+    odd, before, after = found
+    return (
+        odd,
+    ), f"from {before.name}{before.from_line} it came to {after.name}{after.from_line}, as nobody else ever did"
 
 
 def _beside_the_others(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
@@ -192,11 +202,9 @@ def _with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) 
     return ()
 
 
-def _left_an_exchange(
-    waiting: Mapping[int, Standing], at: Mapping[int, Standing]
-) -> tuple[tuple[int, ...], str] | None:
+def _left_an_exchange(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
     """The rank that waits in a collective of all while others wait to exchange with it, if that are several, or the messages
-    between it and one of them tell that it went on too soon; and what tells it."""
+    between it and one of them tell that it went on too soon; or that waits to exchange with several while nobody else does."""
     there = [n for n, s in waiting.items() if s.collective and set(s.collective.ranks) == set(at)]
     exchanging = {n: s for n, s in waiting.items() if s.pairwise}
     if len(there) + len(exchanging) < len(at):
@@ -229,8 +237,8 @@ def _owed(waiter: Standing, peer: int) -> str:
 
 
 def _fewer_than_ever(left: Standing, waiter: Standing) -> str:
-    """Whether, between its last two collectives, `left` had one exchange less with `waiter` than the two ever had; if so, how
-    many the other waits for."""
+    """What `waiter` waits for, if `left` had one exchange less with it before its last collective than before each earlier one;
+    "" where it had not."""
     made, awaited = _in_rounds(left, waiter.rank.rank), _in_rounds(waiter, left.rank.rank)
     usual = awaited[-1]
     if not made[:-1] or {*made[:-1], *awaited} != {usual} or made[-1] + 1 != usual:
