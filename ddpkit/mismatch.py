@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .collectives import Collective, Parting, parting
-from .finding import Finding, against_most, ranks_said, undecided
+from .finding import Finding, against_most, ranks_said, undecided, verb
 from .frames import Frame
 from .records import Rank
 from .standing import same_line
@@ -222,7 +222,13 @@ def parted_at(parted: Parting) -> Finding:
     if parted.odd:
         opening = f"{ranks_said(parted.odd)} left the common way at {number}"
         return Finding(parted.odd, f"{opening}: {said}; {parted.why}.", "mismatch")
-    return undecided(f"The ranks part at {number}: {said}.", "mismatch")
+    left = parted.left_the_loop
+    past = (
+        f"; {ranks_said(left).lower()} {verb(left, 'has', 'have')} left a loop in which the others go on"
+        if left
+        else ""
+    )
+    return undecided(f"The ranks part at {number}: {said}{past}.", "mismatch")
 
 
 def _root_of(collective: Collective) -> str:
