@@ -114,15 +114,12 @@ def making_a_group(waiting: Mapping[int, Standing]) -> Finding | None:
     if not makers:
         return None
     waits = f"{ranks_said(list(makers))} {verb(makers, 'waits', 'wait')}{at_line(next(iter(makers.values())))}"
+    said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(others.items()))
+    opening = f"{waits}. A new process group takes every rank" + (f", and {said}." if others else ", members or not.")
     begun = {n: s.rank.groups_made for n, s in waiting.items()}
-    behind = {n: s for n, s in waiting.items() if begun[n] < max(begun[maker] for maker in makers)}
-    odd = behind if behind and 2 * len(behind) < len(waiting) else others
-    said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(odd.items()))
-    opening = f"{waits}. A new process group takes every rank, and {said}."
-    if odd is behind:
+    if len(set(begun.values())) > 1:
         counts = ", ".join(f"{count} by rank {n}" for n, count in sorted(begun.items()))
-        missed = f"{ranks_said(list(behind))} {verb(behind, 'has', 'have')} missed one"
-        return Finding(tuple(behind), f"{opening} {missed}: groups begun are {counts}.", "mismatch")
+        return against_most(begun, f"{opening} Groups begun are {counts}.", "mismatch")
     in_a_new_one = any(s.collective and s.collective.group != "0" for s in others.values())
     if len(makers) == len(others) or not others or in_a_new_one:
         return None

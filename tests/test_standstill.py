@@ -516,7 +516,7 @@ def test_who_has_made_fewer_process_groups_is_at_fault_where_all_make_one(tmp_pa
         wire.write_record(rank.folder / wire.COLLECTIVES, {**opened, "entries": entries, "groups_made": made})
     run = Run.from_folder(tmp_path)
     assert (run.culprit, run.verdict.kind) == (1, "mismatch")
-    assert "Rank 1 has missed one: groups begun are 3 by rank 0, 2 by rank 1, 3 by rank 2." in run.verdict.sentence
+    assert "Groups begun are 3 by rank 0, 2 by rank 1, 3 by rank 2. Rank 1 differs" in run.verdict.sentence
 
 
 def test_a_wait_that_was_given_up_long_before_the_error_tells_who_came_late(tmp_path: Path) -> None:
