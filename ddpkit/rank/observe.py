@@ -114,15 +114,18 @@ def _exchanging(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rooted(call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, a collective from one rank or to one, with a note of that rank, which no recorder keeps."""
-    signature = inspect.signature(call)
+    op, named = call.__name__, list(inspect.signature(call).parameters)
+    root = "dst" if "dst" in named else "src"
+    place = named.index(root)
 
     @functools.wraps(call)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        asked: dict[str, Any] = {}
-        with contextlib.suppress(TypeError):
-            asked = signature.bind_partial(*args, **kwargs).arguments
-        with peers.rooted(call.__name__, asked):
+        # Binding all arguments takes as long as a small broadcast.
+        under_way = peers.begin_rooted(op, kwargs if len(args) <= place else {**kwargs, root: args[place]})
+        try:
             return call(*args, **kwargs)
+        finally:
+            under_way.end()
 
     return noted
 

@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -33,6 +33,9 @@ class _Rooted:
     op: str
     root: int | None
     over_ns: int = 0
+
+    def end(self) -> None:
+        self.over_ns = time.time_ns()
 
 
 _rooted: deque[_Rooted] = deque(maxlen=MOST)
@@ -83,15 +86,11 @@ def requested() -> list[int]:
     return sorted(begun)
 
 
-@contextlib.contextmanager
-def rooted(op: str, asked: Mapping[str, Any]) -> Iterator[None]:
-    """A collective from or to one rank is called meanwhile; `asked` are its arguments."""
+def begin_rooted(op: str, asked: Mapping[str, Any]) -> _Rooted:
+    """A call of a collective from or to one rank begins; `asked` are its arguments. To be ended by its `end()`."""
     call = _Rooted(time.time_ns(), op, _other_rank(asked))
     _rooted.append(call)
-    try:
-        yield
-    finally:
-        call.over_ns = time.time_ns()
+    return call
 
 
 def roots() -> Callable[[str, int], int | None]:
