@@ -27,6 +27,12 @@ def while_joining(joining: Sequence[Standing], at: Mapping[int, Standing], live:
     if attempt and all(at[n].rank.collectives for n in absent):
         kept = f"this is attempt {attempt + 1}, and the store may have kept addresses from the one before"
         return Finding((), f"{_who_waits(joining, absent, where)}: {kept}.", "stale_addresses")
+    late = tuple(s.rank.rank for s in joining)
+    if absent and all(_has_met(at[n].rank, late) for n in absent):
+        others = "; ".join(f"rank {n} {at[n].words}" for n in absent)
+        through = f"though {ranks_said(absent).lower()} {verb(absent, 'has', 'have')} come through it: {others}"
+        waits = f"{ranks_said(late)} {verb(late, 'waits', 'wait')}{at_line(joining[0])}"
+        return Finding(late if len(late) < len(absent) else (), f"{waits}, {through}.", "never_joined")
     if absent:
         first = at[absent[0]]
         does = instead(first, absent)
@@ -37,6 +43,11 @@ def while_joining(joining: Sequence[Standing], at: Mapping[int, Standing], live:
         sentence = f"{opening} {ranks_said([s.rank.rank for s in joining])} {waits}{at_line(joining[0])}."
         return Finding(tuple(absent), sentence, "init_waiting")
     return Finding((), f"Every rank waits{where}, and none can be told to be at fault.", "init_waiting")
+
+
+def _has_met(rank: Rank, others: Sequence[int]) -> bool:
+    """Whether this rank has come into a process group with all these."""
+    return any(set(others) <= set(group) for group in rank.groups)
 
 
 def _who_waits(joining: Sequence[Standing], through: Sequence[int], where: str) -> str:

@@ -22,7 +22,7 @@ import psutil
 
 from . import machine, wire
 from .frames import with_sources
-from .process import signal_rank
+from .process import handles, signal_rank
 from .records import Rank, sources
 
 WITHIN_S = 1.2
@@ -108,13 +108,13 @@ def ask(rank: Rank, question: bytes) -> bool:
 def gather_stacks(ranks: Sequence[Rank]) -> None:
     """Have every living rank write its Python stack, and wait until they are there.
 
-    A rank that has not confirmed its handler is never signalled.
+    A rank that has not confirmed its handler is never signalled, nor one that is another program by now.
     """
     asked = []
     for rank in ranks:
         if rank.stack_signal:
             _write(rank.folder / wire.STACK, "")
-            if signal_rank(rank.pid or 0, rank.stack_signal):
+            if handles(rank.pid or 0, rank.stack_signal) and signal_rank(rank.pid or 0, rank.stack_signal):
                 asked.append(rank.folder / wire.STACK)
     until, sizes = time.monotonic() + WITHIN_S, [0]
     while asked and time.monotonic() < until:

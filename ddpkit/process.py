@@ -131,6 +131,19 @@ class Job:
         self.ended.set()
 
 
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for signal `number`; True where the system does not tell.
+
+    One that has started itself anew by exec has none any more, and would die of it.
+    """
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:
+            caught = next(line for line in status if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return True
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 def signal_rank(pid: int, number: int) -> bool:
     """Send signal `number` to a rank's process; False where it is gone."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from test_records import recorded_run, write_rank, write_run
 from ddpkit import Run, wire
 from ddpkit.evidence import first_paragraph, rows, short_file
 from ddpkit.frames import Frame
-from ddpkit.look import withdraw
+from ddpkit.look import gather_stacks, withdraw
 from ddpkit.markup import as_html
 
 SCRIPT = "import torch\nx = torch.ones(1)\ndist.all_reduce(x)\ntime.sleep(1000)\n"
@@ -177,3 +178,21 @@ def test_every_page_opens_with_a_sentence_that_stands_alone() -> None:
     for page in pages():
         said = first_paragraph(replace(blank, name=page.name))
         assert said and said[0] not in "#>|-" and said.endswith((".", "`", ")", "`.", "?")), page.name
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell who handles a signal")
+def test_a_rank_that_has_become_another_program_is_not_sent_the_signal_for_its_stack(tmp_path: Path) -> None:
+    """It has no handler for it, and would die."""
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        write_run(tmp_path)
+        write_rank(tmp_path, 0)
+        rank = replace(Run.from_folder(tmp_path).ranks[0], pid=other.pid, exitcode=None)
+        assert rank.stack_signal == 44
+        gather_stacks([rank])
+        assert other.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+    finally:
+        other.kill()
+        other.wait()

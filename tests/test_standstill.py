@@ -602,3 +602,16 @@ def test_a_message_too_long_for_a_rank_was_sent_by_the_root_even_if_its_record_e
     (log / "stderr.log").write_text("op.preamble.length <= op.nbytes. 160 vs 16. Received data size doesn't match\n")
     run = Run.from_folder(tmp_path)
     assert (run.culprit, run.verdict.kind) == (2, "mismatch"), run
+
+
+def test_who_is_held_in_init_though_all_others_have_come_through_it_is_at_fault(tmp_path: Path) -> None:
+    """One that sets DETAIL alone makes a second group there."""
+    others: dict[str, Any] = {"calls": [("all_gather", 9)], "waits": True, "groups": [[0, 1, 2]]}
+    run = hung(tmp_path, others, {"calls": [], "waits": False, "line": 3, "state": "sleeping"}, others)
+    held = run.ranks[1].folder
+    wire.write_record(held / wire.JOINING, {"at_ns": 1, "rank": -1, "master": "", "world_size": 2, "where": frame(3)})
+    stack = '  File "/lib/site-packages/torch/distributed/distributed_c10d.py", line 3 in init_process_group\n'
+    (held / wire.STACK).write_text(f'Stack (most recent call first):\n{stack}  File "/t.py", line 3 in f\n')
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (1, "never_joined"), run
+    assert "though ranks 0 and 2 have come through it" in run.verdict.sentence
