@@ -211,7 +211,7 @@ def parted_at(parted: Parting) -> Finding:
     """The ranks joined different collectives as the same one."""
     joined = parted.joined
     first = min(joined.values(), key=lambda c: c.seq)
-    with_roots = len({c.root for c in joined.values()}) > 1
+    with_roots = len({c.root for c in joined.values()} - {None}) > 1
     words = {n: c.shape_words + (_root_of(c) if with_roots else "") for n, c in joined.items()}
     same_words = len(set(words.values())) == 1
     said = "; ".join(
@@ -223,12 +223,9 @@ def parted_at(parted: Parting) -> Finding:
         opening = f"{ranks_said(parted.odd)} left the common way at {number}"
         return Finding(parted.odd, f"{opening}: {said}; {parted.why}.", "mismatch")
     left = parted.left_the_loop
-    past = (
-        f"; {ranks_said(left).lower()} {verb(left, 'has', 'have')} left a loop in which the others go on"
-        if left
-        else ""
-    )
-    return undecided(f"The ranks part at {number}: {said}{past}.", "mismatch")
+    if left:
+        said += f"; {ranks_said(left).lower()} {verb(left, 'has', 'have')} left a loop in which the others go on"
+    return undecided(f"The ranks part at {number}: {said}.", "mismatch")
 
 
 def _root_of(collective: Collective) -> str:
