@@ -24,6 +24,8 @@ Class = Literal["passed", "own", "parted", "peer_lost", "gave_up", "told", "unkn
 Culprit = int | tuple[int, ...] | Literal["every rank"] | None
 
 TIE_NS = 1_000_000
+# Sooner than torchrun looks whether a rank has failed; later the second may have been hurt by the first in ways not known.
+TOGETHER_NS = 100_000_000
 LEAVING_TAKES_NS = 3_000_000_000
 GIVING_UP_TAKES_NS = 500_000_000
 # A rank that waits for less than this, or for less than so many of its own steps, is in the middle of an ordinary one.
@@ -235,9 +237,11 @@ def _among_own(own: Sequence[Rank], world_size: int) -> Found:
 
 
 def _unhurt_by(first: Rank, rank: Rank) -> bool:
-    """Whether `rank` raised by itself for all that is known: in no exchange, in no collective that `first` had not joined, and
-    over nothing that ranks may share."""
+    """Whether `rank` raised by itself for all that is known: right after `first`, in no exchange, in no collective that `first`
+    had not joined, and over nothing that ranks may share."""
     failure, joined = rank.failure, {call.key for call in first.calls}
+    if _failed_at(rank) - _failed_at(first) > TOGETHER_NS:
+        return False
     if failure is None or failure.type == rank.signal or failure.type in _MAY_BE_PASSED_ON or failure.errno is not None:
         return False
     return not any(call.is_exchange or not call.done or call.key not in joined for call in rank.calls[-1:])
