@@ -28,7 +28,7 @@ def while_joining(joining: Sequence[Standing], at: Mapping[int, Standing], live:
         kept = f"this is attempt {attempt + 1}, and the store may have kept addresses from the one before"
         return Finding((), f"{_who_waits(joining, absent, where)}: {kept}.", "stale_addresses")
     late = tuple(s.rank.rank for s in joining)
-    if absent and all(_has_met(at[n].rank, late) for n in absent):
+    if not attempt and absent and all(_has_met(at[n].rank, late) for n in absent):
         others = "; ".join(f"rank {n} {at[n].words}" for n in absent)
         through = f"though {ranks_said(absent).lower()} {verb(absent, 'has', 'have')} come through it: {others}"
         waits = f"{ranks_said(late)} {verb(late, 'waits', 'wait')}{at_line(joining[0])}"
