@@ -167,13 +167,11 @@ Histories = Mapping[int, Sequence[Collective]]
 @dataclass(frozen=True)
 class Parting:
     """The first collective that the ranks of a group joined as different ones: rank to what it joined, and which ranks are
-    the odd ones, empty where the evidence does not say. `why` says what makes them odd; `left_the_loop` are those past a
-    loop in which the others still are."""
+    the odd ones, empty where the evidence does not say. `why` says what makes them odd."""
 
     joined: Mapping[int, Collective]
     odd: tuple[int, ...] = ()
     why: str = ""
-    left_the_loop: tuple[int, ...] = ()
 
 
 def parting(histories: Histories) -> Parting | None:
@@ -188,8 +186,8 @@ def parting(histories: Histories) -> Parting | None:
         if len(camps) > 1:
             if len(camps[-1]) > len(camps[-2]):
                 return Parting(joined, tuple(sorted(r for c in camps[:-1] for r in c)), "the other ranks agree")
-            judged, by_others = _judged_by_habit(joined, histories), _judged_by_others(joined, histories)
-            return by_others if by_others.odd and not judged.odd else judged
+            judged = _judged_by_habit(joined, histories)
+            return judged if judged.odd else _judged_by_others(joined, histories)
         placed = all(collective.where for collective in joined.values())
         if placed and len({collective.call for collective in joined.values()}) > 1:
             strayed = _judged_by_habit(joined, histories)
@@ -224,7 +222,7 @@ def _judged_by_habit(joined: Mapping[int, Collective], histories: Histories) -> 
     """The odd ones are those who did what no rank had done at this point before, if others did as always.
 
     A call that nobody had ever made may be one too many, or one that the others forgot. It counts as odd where the program
-    makes it for some ranks only. After a loop in which the others still are, either may have had too few turns or too many.
+    makes it for some ranks only, and after a loop in which the others still are.
     """
     usual = {rank for rank, collective in joined.items() if _is_usual(collective, joined, histories)}
     odd = set(joined) - usual
@@ -235,8 +233,9 @@ def _judged_by_habit(joined: Mapping[int, Collective], histories: Histories) -> 
         if for_some and for_some <= unheard_of and len(for_some) < len(joined):
             test = joined[min(for_some)].only_if
             return Parting(joined, tuple(sorted(for_some)), f"not every rank comes there, by `{test}`")
-        left = () if for_some or not _have_left_the_loop(unheard_of, joined, histories) else tuple(sorted(unheard_of))
-        return Parting(joined, left_the_loop=left)
+        if not for_some and _have_left_the_loop(unheard_of, joined, histories):
+            return Parting(joined, tuple(sorted(unheard_of)), "the loop that is left there goes on elsewhere")
+        return Parting(joined)
     if usual and odd:
         return Parting(joined, tuple(sorted(odd)), "in earlier steps every rank did otherwise")
     return Parting(joined)

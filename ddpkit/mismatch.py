@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .collectives import Collective, Parting, parting
-from .finding import Finding, against_most, ranks_said, undecided, verb
+from .finding import Finding, against_most, ranks_said, undecided
 from .frames import Frame
 from .records import Rank
 from .standing import same_line
@@ -222,9 +222,6 @@ def parted_at(parted: Parting) -> Finding:
     if parted.odd:
         opening = f"{ranks_said(parted.odd)} left the common way at {number}"
         return Finding(parted.odd, f"{opening}: {said}; {parted.why}.", "mismatch")
-    left = parted.left_the_loop
-    if left:
-        said += f"; {ranks_said(left).lower()} {verb(left, 'has', 'have')} left a loop in which the others go on"
     return undecided(f"The ranks part at {number}: {said}.", "mismatch")
 
 

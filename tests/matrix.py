@@ -1111,10 +1111,10 @@ CASES = [
             net(torch.ones(2, 64)).sum().backward()
         dist.all_reduce(torch.ones(2))
         """,
-        None,
+        (2, 3),
         "collective_mismatch",
         nproc=4,
-        says=("ranks 2 and 3 have left a loop in which the others go on", "cannot be told"),
+        says=("Ranks 2 and 3 left the common way", "the loop that is left there goes on elsewhere"),
         since_2_13=True,
     ),
     hang(
