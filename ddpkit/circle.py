@@ -126,7 +126,7 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
     odd = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
     odd = odd or _without_an_exchange(waiting) or _with_one_more(waiting, at)
-    found = (odd, BY_MOST) if odd else _left_an_exchange(waiting, at) or _went_astray(histories)
+    found = (odd, BY_MOST) if odd else _out_of_an_exchange(waiting, at) or _went_astray(histories)
     found = found or (_out_of_step(waiting, at), BY_MOST)
     if found[0]:
         ranks, how = found
@@ -139,9 +139,8 @@ def _went_astray(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:
     if not (found := strayed(histories)):
         return None
     odd, before, after = found
-    return (
-        odd,
-    ), f"from {before.name}{before.from_line} it came to {after.name}{after.from_line}, as nobody else ever did"
+    way = f"from {before.name}{before.from_line} it came to {after.name}{after.from_line}"
+    return (odd,), f"{way}, as nobody else ever did"
 
 
 def _beside_the_others(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
@@ -202,9 +201,9 @@ def _with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) 
     return ()
 
 
-def _left_an_exchange(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
-    """The rank that waits in a collective of all while others wait to exchange with it, if that are several, or the messages
-    between it and one of them tell that it went on too soon; or that waits to exchange with several while nobody else does."""
+def _out_of_an_exchange(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
+    """Where each rank waits in a collective of all or to exchange: who alone wants to exchange with several, or has left them
+    at it."""
     there = [n for n, s in waiting.items() if s.collective and set(s.collective.ranks) == set(at)]
     exchanging = {n: s for n, s in waiting.items() if s.pairwise}
     if len(there) + len(exchanging) < len(at):
@@ -214,6 +213,17 @@ def _left_an_exchange(waiting: Mapping[int, Standing], at: Mapping[int, Standing
         if len(peers(waiter)) > 1 and set(peers(waiter)) <= set(there):
             met = " and ".join(map(str, peers(waiter)))
             return (number,), f"it waits to exchange with ranks {met}, and none of them with it"
+    return _left_an_exchange(there, exchanging, waiting, at)
+
+
+def _left_an_exchange(
+    there: Sequence[int],
+    exchanging: Mapping[int, Standing],
+    waiting: Mapping[int, Standing],
+    at: Mapping[int, Standing],
+) -> Odd | None:
+    """The rank that is `there`, in a collective of all, while others wait to exchange with it, if that are several, or the
+    messages between it and one of them tell that it went on too soon."""
     for left in there:
         missing = missing_in(waiting[left], at, None)
         for_it = [n for n, s in exchanging.items() if left in peers(s) and n in missing]
