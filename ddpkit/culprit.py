@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .endings import Class, Ending, classify, common_deed, deed, failed_at, own_before, words_for
 from .finding import Finding, ranks_said, verb
 from .mismatch import find_parting
-from .records import Failure, Rank
-from .stable import stable
+from .records import Rank
 from .standing import standing, unmoved_s
 from .standstill import find
 
-Class = Literal["passed", "own", "parted", "peer_lost", "gave_up", "told", "unknown"]
 Culprit = int | tuple[int, ...] | Literal["every rank"] | None
 
 TIE_NS = 1_000_000
@@ -32,49 +31,10 @@ GIVING_UP_TAKES_NS = 500_000_000
 STILL_FROM_S = 2.0
 STEPS_MISSED = 2
 
-_PEER_LOST = re.compile(
-    r"gloo/transport/.*(closed by peer|reset by peer|Broken pipe)"
-    r"|DistNetworkError: (Broken pipe|Connection reset by peer)"  # of a store
-    r"|Application timeout caused pair closure"
-    r"|ncclRemoteError|remote process exited or there was a network error"
-    r"|Connection was likely closed\. Did the remote server shutdown or crash"
-    r"|connectFullMesh failed.*Connection refused"
-    r"|setup: rank \d+ failed in its setup"  # ddpkit.rank.setup, of another rank
-    r"|Detected at least one rank that exhausted inputs\. Throwing across all ranks",
-    re.DOTALL,
-)
-_GAVE_UP = re.compile(
-    r"Timed out waiting \d+ms for (recv|send) operation"
-    r"|RuntimeError: Operation timed out!"
-    r"|Watchdog caught collective operation timeout"
-    r"|wait timeout after \d+ms, keys"
-    r"|RuntimeError: Wait timeout$"  # of a store in a file
-    r"|DistStoreError: Socket Timeout$"  # of torch 2.4
-    r"|client socket has timed out"
-    r"|waiting for clients\. \d+/\d+ clients joined"
-    r"|failed to pass monitoredBarrier"
-)
 _WAITED = re.compile(r"Timed out waiting (\d+)ms for (?:recv|send) operation")
-# torch.distributed.checkpoint raises on every rank what it met on some; with `reduce_fun`, what came of them all together.
-_FAILED_IN_CHECKPOINT = re.compile(
-    r"^CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)(?!.*reduce_fun\()", re.DOTALL
-)
-# No connection was lost: Join(throw_on_early_termination=True), and a checkpoint.
-_TOLD_OF = {"ended": re.compile(r"Detected at least one rank that exhausted inputs"), "failed": _FAILED_IN_CHECKPOINT}
-# Two ranks met in different collectives; which of them is wrong, neither text says.
-_PARTED = re.compile(
-    r"op\.preamble\.length <= op\.nbytes"
-    r"|Detected mismatch between collectives on ranks"
-    r"|Error when verifying shape tensors for collective"
-    r"|appears not to match (sizes|strides) of the same param in process 0"
-    r"|DDP expects same model across all ranks"
-)
 
 # What may come of another rank's end without a word of it: through a file, a pipe or a queue.
 _MAY_BE_PASSED_ON = {"SystemExit", "EOFError", "Empty", "TimeoutError", "KeyboardInterrupt"}
-
-# What a program catches in the ordinary course of things, and goes on.
-_ORDINARY = {"StopIteration", "KeyError", "Empty"}
 
 
 @dataclass(frozen=True)
@@ -95,61 +55,12 @@ class Verdict:
     roles: Mapping[int, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How the job as a whole ended, as far as ddpkit and torchrun's agent know.
-
-    `reason`: "" (by itself), "stopped", "timeout" or "stall"; `agent_signal`: the signal that killed the agent, if one did.
-    """
-
-    reason: str = ""
-    agent_exitcode: int | None = 0
-    agent_signal: str | None = None
-    agent_error: str = ""
-    timeout_s: float | None = None
-    stall_s: float | None = None
-
-
-def classify(rank: Rank) -> Class:
-    """The class of this rank's end."""
-    if rank.exitcode == 0:
-        return "passed"
-    if rank.failure and not (rank.told and rank.told_ns < rank.failure.at_ns):
-        return classify_failure(rank.failure, rank)
-    if rank.told:
-        return "told"
-    return "own" if rank.exitcode is not None else "unknown"
-
-
-def classify_failure(failure: Failure, rank: Rank) -> Class:
-    """Whether `failure` is the rank's own, or what a peer's end or silence did to it."""
-    if failure.at_fault and rank.rank not in failure.at_fault:
-        return "gave_up"
-    texts = [f"{failure.type}: {failure.message}", *(f"{kind}: {message}" for kind, message in failure.chain)]
-    if failure.type == "SIGABRT":
-        # A C++ thread that meets a closed connection aborts the process; its last words are on stderr only.
-        texts.append(rank.stderr[-4_000:])
-    # Or crashes on its way to that, while other threads still run.
-    if failure.type == "SIGSEGV" and _PARTED.search(rank.stderr[-4_000:]):
-        return "parted"
-    failed = _FAILED_IN_CHECKPOINT.match(failure.message)
-    if failed and str(rank.rank) not in failed[1].split(", "):
-        return "peer_lost"
-    if any(_PARTED.search(text) for text in texts):
-        return "parted"
-    if any(_PEER_LOST.search(text) for text in texts):
-        return "peer_lost"
-    if any(_GAVE_UP.search(text) for text in texts):
-        return "gave_up"
-    return "own"
-
-
 def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
     """The verdict over one attempt of a job."""
     classes = {r.rank: classify(r) for r in ranks}
     culprit, sentence, kind = _find(ranks, classes, ending)
     at_fault = _as_ranks(culprit, ranks)
-    words = {r.rank: _words(r, classes[r.rank], ending, kind, r.rank in at_fault) for r in ranks}
+    words = {r.rank: words_for(r, classes[r.rank], ending, kind, r.rank in at_fault) for r in ranks}
     roles = {r.rank: "culprit" if r.rank in at_fault else _ROLES[classes[r.rank]] for r in ranks}
     return Verdict(culprit, sentence, kind, words, roles)
 
@@ -209,38 +120,38 @@ def _as_found(finding: Finding, ranks: Sequence[Rank], more: str = "") -> Found:
 
 def _among_own(own: Sequence[Rank], world_size: int) -> Found:
     """Ranks that failed by their own fault: all alike, or the earliest, or a tie."""
-    by_time = sorted(own, key=_failed_at)
+    by_time = sorted(own, key=failed_at)
     first = by_time[0]
     if len(own) == 1:
-        return first.rank, f"Rank {first.rank} {_did(first)}.", "own"
+        return first.rank, f"Rank {first.rank} {deed(first)}.", "own"
     if any(len(set(map(likeness, own))) == 1 for likeness in (_line_and_type, _words_of_a_library)):
         # The lowest rank speaks for all: whose text is quoted must not depend on a race.
         numbers = tuple(sorted(r.rank for r in own))
-        did = _did_alike(sorted(own, key=lambda r: r.rank))
+        did = common_deed(sorted(own, key=lambda r: r.rank))
         if len(own) == world_size:
             return "every rank", f"Every rank alike {did}.", "own"
         return numbers, f"{ranks_said(numbers)} alike {did}.", "own"
-    if spoke := _spoke_within(by_time, _failed_at(first) + LEAVING_TAKES_NS):
-        beside = f"rank {first.rank} {_did(first)} at about that time"
-        return spoke.rank, f"Rank {spoke.rank} {_did(spoke)}; {beside}.", "own"
+    if spoke := _spoke_within(by_time, failed_at(first) + LEAVING_TAKES_NS):
+        beside = f"rank {first.rank} {deed(first)} at about that time"
+        return spoke.rank, f"Rank {spoke.rank} {deed(spoke)}; {beside}.", "own"
     if unhurt := [rank for rank in by_time[1:] if _unhurt_by(first, rank)]:
         at_fault = sorted((first, *unhurt), key=lambda r: r.rank)
         numbers = tuple(r.rank for r in at_fault)
-        did = "; ".join(f"rank {r.rank} {_did(r)}" for r in at_fault)
+        did = "; ".join(f"rank {r.rank} {deed(r)}" for r in at_fault)
         return "every rank" if len(numbers) == world_size else numbers, f"R{did[1:]}: each by itself.", "own"
     second = by_time[1]
-    if _failed_at(second) - _failed_at(first) < TIE_NS:
+    if failed_at(second) - failed_at(first) < TIE_NS:
         pair = sorted((first, second), key=lambda r: r.rank)
-        tied = ", and ".join(f"rank {r.rank} {_did(r)}" for r in pair)
+        tied = ", and ".join(f"rank {r.rank} {deed(r)}" for r in pair)
         return None, f"A tie: {tied}, within a millisecond.", "tie"
-    return first.rank, f"Rank {first.rank} {_did(first)}; later rank {second.rank} {_did(second)}.", "own"
+    return first.rank, f"Rank {first.rank} {deed(first)}; later rank {second.rank} {deed(second)}.", "own"
 
 
 def _unhurt_by(first: Rank, rank: Rank) -> bool:
     """Whether `rank` raised by itself for all that is known: right after `first`, in no exchange, in no collective that `first`
     had not joined, and over nothing that ranks may share."""
     failure, joined = rank.failure, {call.key for call in first.calls}
-    if _failed_at(rank) - _failed_at(first) > TOGETHER_NS:
+    if failed_at(rank) - failed_at(first) > TOGETHER_NS:
         return False
     if failure is None or failure.type == rank.signal or failure.type in _MAY_BE_PASSED_ON or failure.errno is not None:
         return False
@@ -254,18 +165,18 @@ def _spoke_within(by_time: Sequence[Rank], until_ns: int) -> Rank | None:
     """
     if by_time[0].failure is not None:
         return None
-    return next((rank for rank in by_time if rank.failure is not None and _failed_at(rank) <= until_ns), None)
+    return next((rank for rank in by_time if rank.failure is not None and failed_at(rank) <= until_ns), None)
 
 
 def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[int, Class]) -> Found:
     """Only consequences were recorded: what was found when the first of them was hurt says whom it waited for."""
-    victim = min(hurt, key=_failed_at)
+    victim = min(hurt, key=failed_at)
     if victim.failure and (named := victim.failure.at_fault):
-        return named[0] if len(named) == 1 else named, f"Rank {victim.rank} {_did(victim)}.", "told_by_others"
+        return named[0] if len(named) == 1 else named, f"Rank {victim.rank} {deed(victim)}.", "told_by_others"
     met = "lost its peer" if classes[victim.rank] == "peer_lost" else "gave up waiting"
     where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
     finding = find(ranks, at_ns=_gave_up_at(victim) if classes[victim.rank] == "gave_up" else None)
-    raised = {rank.rank: earlier for rank in hurt if (earlier := _own_before(rank))}
+    raised = {rank.rank: earlier for rank in hurt if (earlier := own_before(rank))}
     if len(raised) == 1 and (not finding or finding.ranks in ((), tuple(raised))):
         number, earlier = raised.popitem()
         last = ranks[number].failure
@@ -278,7 +189,7 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
     if finding and finding.ranks:
         return _as_found(finding, ranks)
     # A process closes its sockets a moment before it has ended, so the victim may be stamped first.
-    by_then = _failed_at(victim) + LEAVING_TAKES_NS
+    by_then = failed_at(victim) + LEAVING_TAKES_NS
     left = tuple(r.rank for r in ranks if classes[r.rank] == "passed" and (r.ended_ns or 0) <= by_then)
     if standing(victim).pairwise and (peers := [n for n in left if n in victim.requested]):
         left = tuple(peers)
@@ -296,17 +207,8 @@ def _gave_up_at(rank: Rank) -> int:
     """When this rank gave up waiting; a program may catch that, write a report, and raise it long after."""
     waited, said = standing(rank).collective, _WAITED.search(rank.failure.message) if rank.failure else None
     if said and waited and waited is rank.collectives[-1]:
-        return min(_failed_at(rank), waited.at_ns + int(said[1]) * 1_000_000 + GIVING_UP_TAKES_NS)
-    return _failed_at(rank)
-
-
-def _own_before(rank: Rank) -> str:
-    """What this rank had raised by itself before it met its last exception, in a `finally` say; "" where nothing."""
-    chain = rank.failure.chain if rank.failure else ()
-    suffered = (_PARTED, _PEER_LOST, _GAVE_UP)
-    told = ((kind, f"{kind}: {text}") for kind, text in reversed(chain) if kind not in _ORDINARY)
-    own = (text for _kind, text in told if not any(pattern.search(text) for pattern in suffered))
-    return stable(next(own, "")).strip()
+        return min(failed_at(rank), waited.at_ns + int(said[1]) * 1_000_000 + GIVING_UP_TAKES_NS)
+    return failed_at(rank)
 
 
 def _of_an_ended_job(ranks: Sequence[Rank], ending: Ending) -> Found:
@@ -336,10 +238,6 @@ def _why_ended(ending: Ending) -> str:
     return "The job was stopped."
 
 
-def _failed_at(rank: Rank) -> int:
-    return rank.failure.at_ns if rank.failure else rank.ended_ns or 0
-
-
 def _line_and_type(rank: Rank) -> tuple[object, ...]:
     """What is the same for ranks that the same exception came to in the same line; the rank's own number in the text aside."""
     if rank.failure is None:
@@ -354,75 +252,6 @@ def _words_of_a_library(rank: Rank) -> tuple[object, ...]:
     if failure is None or not failure.frames or failure.frames[-1].own:
         return (rank.rank,)
     return (failure.text, failure.frames[-1].file, failure.frames[-1].line)
-
-
-def _did(rank: Rank) -> str:
-    """`raised ValueError: boom (line 7: raise ValueError("boom"))`."""
-    failure = rank.failure
-    if failure is None:
-        return f"exited with code {rank.exitcode}" if (rank.exitcode or 0) > 0 else _killed(rank)
-    place = f" ({failure.line_text})" if failure.line_text else ""
-    if rank.signal and failure.type == rank.signal:
-        return _killed(rank) + place
-    if failure.type == "SystemExit":
-        handled = f", while it handled {': '.join(failure.chain[0]).rstrip('.')}" if failure.chain else ""
-        return f"left by sys.exit, {stable(failure.message).strip()}{place}{stable(handled)}"
-    return f"raised {failure.text.rstrip('.')}{place}"
-
-
-def _did_alike(ranks: Sequence[Rank]) -> str:
-    """What these ranks did, in the words of the lowest; said to be its own where the others' words differ."""
-    first, failure = ranks[0], ranks[0].failure
-    if failure is None or len({r.failure.text for r in ranks if r.failure}) == 1:
-        return _did(first)
-    return f"raised {failure.type}, rank {first.rank} this: {_did(first).removeprefix('raised ')}"
-
-
-def _killed(rank: Rank) -> str:
-    if rank.oom:
-        return f"was killed by the kernel for want of memory ({stable(rank.oom)})"
-    if rank.signal == "SIGKILL":
-        return "was killed by SIGKILL, not sent by torchrun (by hand, or by the kernel for want of memory)"
-    if rank.finished_ns:
-        return f"was killed by {rank.signal} while Python shut down, after its script had come to its end"
-    return f"was killed by {rank.signal}"
-
-
-def _words(rank: Rank, end: Class, ending: Ending, kind: str, at_fault: bool) -> str:
-    """A few words for the header of the rank's lane; `kind` is the verdict's."""
-    if end == "passed":
-        return "left early, exit code 0" if at_fault else "passed"
-    if end in ("peer_lost", "gave_up"):
-        met = "gave up waiting" if end == "gave_up" else "lost its peer"
-        for what, pattern in _TOLD_OF.items():
-            if rank.failure and pattern.search(rank.failure.message):
-                met = f"was told that a rank had {what}"
-        return f"{met}: a consequence" if not at_fault else "came too late" if kind == "straggler" else met
-    if end == "parted":
-        return "met another model" if kind == "shapes_differ" else "met another collective"
-    if end == "told":
-        return _words_of_told(rank, ending)
-    return plain_words(rank)
-
-
-def _words_of_told(rank: Rank, ending: Ending) -> str:
-    by = {"stopped": "stopped", "timeout": "ended at the timeout", "stall": "ended at the stall"}.get(ending.reason)
-    if rank.killed_for.startswith("it ignored"):
-        return f"{rank.killed_for.removeprefix('it ')}, then ended by SIGKILL"
-    return by or ("ended after torchrun's death" if ending.agent_signal else "ended by torchrun")
-
-
-def plain_words(rank: Rank) -> str:
-    """What happened to the rank, without saying whose fault it was."""
-    if rank.failure and rank.failure.type == "SystemExit":
-        return f"left by sys.exit, exit code {rank.exitcode}"
-    if rank.failure and rank.failure.type != rank.signal:
-        return f"raised {rank.failure.type}"
-    if rank.signal:
-        return f"ended by {rank.signal}" if rank.told else f"killed by {rank.signal}"
-    if rank.exitcode is None:
-        return "how it ended is not recorded"
-    return "passed" if rank.exitcode == 0 else f"exited with code {rank.exitcode}"
 
 
 def _as_ranks(culprit: Culprit, ranks: Sequence[Rank]) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .catalog import page
-from .culprit import STILL_FROM_S, plain_words
+from .culprit import STILL_FROM_S
 from .diagnosis import UNKNOWN, Diagnosis
+from .endings import plain_words
 from .frames import Frame, stack_frames
 from .records import Rank
 from .stable import stable

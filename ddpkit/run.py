@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import wire
-from .culprit import Culprit, Ending, Verdict, judge, plain_words
+from .culprit import Culprit, Verdict, judge
 from .diagnosis import Diagnosis, diagnose
+from .endings import Ending, plain_words
 from .errors import JobFailed
 from .evidence import Row, diagnosis_line, rows, text_lines
 from .folders import unpacked

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from . import machine, wire
 from .cap import LogCap
-from .culprit import classify, plain_words
+from .endings import classify, plain_words
 from .evidence import Standstill, rows
 from .finding import Finding
 from .lifesigns import LATELY_S, Progress

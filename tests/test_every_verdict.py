@@ -13,7 +13,8 @@ from test_records import GAVE_UP, PEER_LOST, write_rank, write_run
 from test_standstill import ENDED, WATCHDOG, evidence
 
 from ddpkit import wire
-from ddpkit.culprit import Ending, judge
+from ddpkit.culprit import judge
+from ddpkit.endings import Ending
 from ddpkit.records import Rank, read_attempts
 
 STEP = [("all_reduce", 5), ("all_reduce", 6)]
