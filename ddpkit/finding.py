@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+# Which ranks left the common way, and how.
+Odd = tuple[tuple[int, ...], str]
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -96,8 +96,12 @@ def _histories(ranks: Sequence[Rank]) -> dict[int, Sequence[Collective]]:
         came, own = map(int, found.groups())
         recent = [(c, o) for o in ranks for c in _recent(o) if not c.ranks or rank.rank in c.ranks]
         if met := [(c, o) for c, o in recent if came == _message_bytes(c, len(ranks))]:
-            # Where a rank still is, rather than what it went on from.
-            last, other = max(met, key=lambda each: (each[0] is each[1].collectives[-1], each[0].at_ns))
+            line = _line_of_the_aborted(rank)
+            # At the line where it was, rather than another; where a rank still is, rather than what it went on from.
+            last, other = max(
+                met,
+                key=lambda each: (same_line(each[0].where, line), each[0] is each[1].collectives[-1], each[0].at_ns),
+            )
             before = [c for c in other.collectives if c.at_ns < last.at_ns and (not c.ranks or rank.rank in c.ranks)]
             histories[rank.rank] = (*before, _own_of_the_aborted(rank, own, last, ranks))
             refused[last.key] = came
@@ -132,9 +136,7 @@ def _measured(collective: Collective, ranks: int, came: int) -> Collective:
 def _own_of_the_aborted(rank: Rank, own: int, met: Collective, ranks: Sequence[Rank]) -> Collective:
     """What a rank had joined that had room for `own` bytes, when a message of what others joined as `met` came to it: what
     another rank joined as the same one, else what ranks have joined from its line, else something of that length."""
-    trained = rank.training_frames
-    # Of two threads that had both joined something, either may be the one.
-    line = None if len(trained) > 1 else trained[0] if trained else _failed_line(rank)
+    line = _line_of_the_aborted(rank)
     fitting = [c for other in ranks for c in reversed(other.collectives) if own == _message_bytes(c, len(ranks))]
     same = [c for c in fitting if c.key == met.key]
     if alike := next(iter(same or [c for c in fitting if same_line(c.where, line)]), None):
@@ -143,6 +145,12 @@ def _own_of_the_aborted(rank: Rank, own: int, met: Collective, ranks: Sequence[R
     op = met.op if same_line(line, met.where) else "a collective"
     # Which loops are around that line is not known; nothing says that the rank has left those of the others.
     return replace(met, op=op, where=line, sizes=(), dtypes=(), only_if="", message_bytes=own)
+
+
+def _line_of_the_aborted(rank: Rank) -> Frame | None:
+    """The line at which gloo aborted this rank; of two threads that had both joined something, either may be the one."""
+    trained = rank.training_frames
+    return None if len(trained) > 1 else trained[0] if trained else _failed_line(rank)
 
 
 def _message_bytes(collective: Collective, ranks: int) -> int:

@@ -572,6 +572,47 @@ def test_who_has_one_exchange_less_than_in_every_round_before_is_at_fault(tmp_pa
     assert "as many as in every round before" not in run.verdict.sentence
 
 
+def test_who_passes_on_less_than_came_to_it_unlike_in_every_round_before_is_at_fault(tmp_path: Path) -> None:
+    """A stage of a pipeline drops a batch of which the round has one more than those before."""
+    rounds: list[Call] = [("barrier", 9)] * 2
+
+    def stages(folder: Path, came: int, passed: int, awaited: int) -> Run:
+        there: dict[str, Any] = {"calls": rounds, "waits": True, "within": [0, 1, 2]}
+        first = [(turn, "send", 6, 1) for turn in (0, 0, *[1] * came)]
+        middle = [(turn, op, 6, peer) for turn in (0, 0) for op, peer in (("recv", 0), ("send", 2))]
+        middle += [*[(1, "recv", 6, 0)] * came, *[(1, "send", 6, 2)] * passed]
+        last = [(turn, "recv", 5, 1) for turn in (0, 0, *[1] * awaited)]
+        waits = {"calls": rounds[:1], "waits": True, "line": 5, "peer": 1, "within": [0, 1, 2], "exchanged": last}
+        return hung(folder, {**there, "exchanged": first}, {**there, "exchanged": middle}, waits)
+
+    run = stages(tmp_path / "a", came=3, passed=2, awaited=3)
+    assert run.culprit == 1, run
+    assert "has passed on 2 of the 3 messages that came to it from rank 0" in run.verdict.sentence
+    # Where all was passed on, the one that waits for more may be wrong, or the first that sent so few.
+    assert stages(tmp_path / "b", came=3, passed=3, awaited=4).culprit is None
+
+
+def test_a_message_too_long_for_a_rank_is_of_the_collective_at_its_own_line(tmp_path: Path) -> None:
+    """Others have gone on to one of the same length."""
+    write_run(tmp_path, nproc=3)
+    closed = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+    for rank, calls in ((0, 2), (1, 1)):
+        write_rank(tmp_path, rank, {"type": "RuntimeError", "message": closed, "at_ns": 8 + rank})
+        evidence(tmp_path, rank, [("all_reduce", 5, []), ("all_reduce", 6, [])][:calls], waits=True)
+        record = wire.rank_folder(tmp_path, 0, rank) / wire.COLLECTIVES
+        found = wire.read_record(record) or {}
+        longs = [{**entry, "dtypes": ["Long"]} for entry in found["entries"]]
+        wire.write_record(record, {**found, "entries": longs})
+    own = {"type": "SIGABRT", "message": "Aborted", "at_ns": 7, "where": frame(5)}
+    write_rank(tmp_path, 2, own, exitcode=-6, signal="SIGABRT")
+    log = tmp_path / wire.LOGS / "x" / "attempt_0" / "2"
+    log.mkdir(parents=True)
+    (log / "stderr.log").write_text("op.preamble.length <= op.nbytes. 8 vs 4. Received data size doesn't match\n")
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (2, "mismatch"), run
+    assert "collective #1" in run.verdict.sentence
+
+
 def test_who_has_another_root_than_most_is_at_fault_also_where_they_have_gone_on(tmp_path: Path) -> None:
     calls: list[Call] = [("barrier", 4), ("reduce", 5)]
     ahead = {"calls": [*calls, ("barrier", 6)], "waits": True}

@@ -1,0 +1,136 @@
+"""Says who has made a send or receive too few or too many, where every rank waits in a collective or to exchange."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from .collectives import Collective, in_time, outvoted
+from .finding import Odd
+from .standing import Standing, missing_in, peers
+
+
+def without_an_exchange(waiting: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The rank with which another waits to exchange, if it went on to its collective without the send or receive that most
+    of the others had made by then."""
+    for number, waiter in waiting.items():
+        others = {n: s.rank.calls for n, s in waiting.items() if n != number}
+        partners = peers(waiter) if waiter.pairwise else ()
+        for peer, call in outvoted(others).items() if others else ():
+            if peer in partners and call is waiting[peer].collective:
+                return (peer,)
+    return ()
+
+
+def with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The rank that makes one more send or receive with a peer than most of the others have made with it, and for which that
+    peer waits in their next collective."""
+    for number, waiter in waiting.items():
+        for peer in peers(waiter) if waiter.pairwise else ():
+            if peer not in waiting or missing_in(waiting[peer], at, None) != [number]:
+                continue
+            odd = outvoted({n: s.rank.calls for n, s in waiting.items() if n != peer}, _partners)
+            made = in_time(waiter.rank.calls)
+            if list(odd) == [number] and odd[number] is made[-1] and _partners(made[-1]) in map(_partners, made[:-1]):
+                return (number,)
+    return ()
+
+
+def out_of_an_exchange(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
+    """Where each rank waits in a collective of all or to exchange: who alone wants to exchange with several, or has left them
+    at it."""
+    there = [n for n, s in waiting.items() if s.collective and set(s.collective.ranks) == set(at)]
+    exchanging = {n: s for n, s in waiting.items() if s.pairwise}
+    if len(there) + len(exchanging) < len(at):
+        return None
+    if len(exchanging) == 1 and len(there) > 1:
+        ((number, waiter),) = exchanging.items()
+        if len(peers(waiter)) > 1 and set(peers(waiter)) <= set(there):
+            met = " and ".join(map(str, peers(waiter)))
+            return (number,), f"it waits to exchange with ranks {met}, and none of them with it"
+    return _left_an_exchange(there, exchanging, waiting, at)
+
+
+def _left_an_exchange(
+    there: Sequence[int],
+    exchanging: Mapping[int, Standing],
+    waiting: Mapping[int, Standing],
+    at: Mapping[int, Standing],
+) -> Odd | None:
+    """The rank that is `there`, in a collective of all, while others wait to exchange with it, if that are several, or the
+    messages between it and one of them tell that it went on too soon."""
+    for left in there:
+        missing = missing_in(waiting[left], at, None)
+        for_it = [n for n, s in exchanging.items() if left in peers(s) and n in missing]
+        if len(there) == 1 and len(for_it) > 1:
+            return (left,), f"ranks {' and '.join(map(str, for_it))} still wait to exchange with it"
+        for number in for_it:
+            alone = len(there) == 1 and len(exchanging) > 1
+            way = (_owed(waiting[number], left) if alone else "") or _fewer_than_ever(waiting[left], waiting[number])
+            if way := way or _passed_on_too_few(waiting[left], waiting[number]):
+                return (left,), f"rank {number} {way}"
+    return None
+
+
+def _owed(waiter: Standing, peer: int) -> str:
+    """What is owed to a rank that has sent messages, and gets as many back with the one it waits for; "" where nothing is."""
+    made = [c.op.lstrip("i") for c in in_time(waiter.rank.calls) if c.is_exchange and c.ranks == (peer,)]
+    sent = made.count("send")
+    if made[-1:] != ["recv"] or sent != made.count("recv") or sent < 2:
+        return ""
+    return f"has sent it {sent} messages, has {sent - 1} back, and waits for one more"
+
+
+def _fewer_than_ever(left: Standing, waiter: Standing) -> str:
+    """What `waiter` waits for, if `left` had one exchange less with it before its last collective than before each earlier one;
+    "" where it had not."""
+    made, awaited = _in_rounds(left, waiter.rank.rank), _in_rounds(waiter, left.rank.rank)
+    usual = awaited[-1]
+    if not made[:-1] or {*made[:-1], *awaited} != {usual} or made[-1] + 1 != usual:
+        return ""
+    return f"waits for exchange {usual} of {usual} with it, as many as in every round before"
+
+
+def _passed_on_too_few(left: Standing, waiter: Standing) -> str:
+    """What `waiter` waits to receive, if `left` sent it as many messages as it received from another rank before each earlier
+    collective, and fewer before its last; "" where it did not."""
+    number = waiter.rank.rank
+    sent = _in_rounds(left, number, "send")
+    if not any(sent[:-1]) or not waiter.rank.calls or "recv" not in in_time(waiter.rank.calls)[-1].op:
+        return ""
+    for source in sorted({c.ranks[0] for c in left.rank.calls if c.is_exchange and c.ranks} - {number}):
+        came = _in_rounds(left, source, "recv")
+        if came[:-1] == sent[:-1] and came[-1] > sent[-1]:
+            passed = f"{sent[-1]} of the {came[-1]} messages that came to it from rank {source}"
+            return f"waits for one more of it, which has passed on {passed}, in every round before all"
+    return ""
+
+
+def _in_rounds(standing: Standing, peer: int, op: str = "") -> list[int]:
+    """How often this rank exchanged with `peer`, or made `op`, before each of its collectives, and, where it is in no
+    collective, since."""
+    rounds = [0]
+    for call in in_time(standing.rank.calls):
+        if not call.is_exchange:
+            rounds.append(0)
+        elif call.ranks == (peer,) and op in call.op:
+            rounds[-1] += 1
+    return rounds if standing.pairwise else rounds[:-1]
+
+
+def out_of_step(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
+    """The one rank that came to a send or receive while most came to a collective, or the other way round, where all had
+    exchanged before and come to a collective after it, each with as many exchanges as the others: as in a ring, or in pairs."""
+    histories = {n: s.rank.calls for n, s in waiting.items()}
+    odd = outvoted(histories, lambda call: call.is_exchange or call.call) if len(waiting) == len(at) else {}
+    if len(odd) != 1:
+        return ()
+    ((number, last),) = odd.items()
+    *before, newest = in_time(histories[number])
+    in_rounds = any(one.is_exchange and not then.is_exchange for one, then in itertools.pairwise(before))
+    return (number,) if newest is last and in_rounds else ()
+
+
+def _partners(call: Collective) -> tuple[object, ...]:
+    """What a call does and with whom, from whatever line."""
+    return (call.op, call.ranks)
