@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -248,6 +249,7 @@ ALLOWED: dict[str, set[str]] = {
 HALL = {"wire", "picture", "keeper", "client", "oom", "config", "configcheck", "configread", "configwords"}
 
 
+@functools.cache
 def rooms() -> dict[str, Path]:
     found = {}
     for path in PACKAGE.rglob("*.py"):
@@ -257,6 +259,7 @@ def rooms() -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def imports(path: Path, room: str) -> set[str]:
     """The rooms that `path` imports, lazily or not, by their names in `ALLOWED`."""
     found = set()

@@ -256,7 +256,9 @@ def test_restarts_are_told_apart(script: Callable[..., str]) -> None:
     assert any("attempt 2" in note for note in run.notes)
 
 
-def test_a_restart_that_meets_the_addresses_of_the_attempt_before_is_told_so(script: Callable[..., str]) -> None:
+def test_a_restart_that_meets_the_addresses_of_the_attempt_before_is_told_so(
+    script: Callable[..., str], way: str
+) -> None:
     """Which address a rank of attempt 2 reads from torchrun's store is a race; a store for each attempt has none."""
     path = script(
         PREAMBLE
@@ -267,7 +269,7 @@ dist.barrier()
 dist.destroy_process_group()
 """
     )
-    for _ in range(3):
+    for _ in range(3 if way == "warm" else 1):
         run = launch(path, max_restarts=1, stall=5, stop_on_stall=True)
         if not run.ok:
             assert (run.culprit, run.diagnosis.name) == (None, "restart_meets_old_addresses"), str(run)
@@ -327,7 +329,7 @@ def test_a_stopped_job_launched_from_a_thread_that_ends_lives_on(script: Callabl
     assert "done" in runs[0].ranks[1].stdout
 
 
-def test_ten_launches_one_after_another_after_each_kind_of_failure(script: Callable[..., str]) -> None:
+def test_launches_one_after_another_after_each_kind_of_failure(script: Callable[..., str], way: str) -> None:
     quick = """
     import os, signal, sys
     deed = sys.argv[1]
@@ -337,7 +339,7 @@ def test_ten_launches_one_after_another_after_each_kind_of_failure(script: Calla
         if deed == "exit": sys.exit(3)
     """
     path = script(quick)
-    for i in range(10):
+    for i in range(10 if way == "warm" else 4):
         deed = ("raise", "kill", "exit", "pass")[i % 4]
         run = launch(path, args=[deed])
         assert run.ok == (deed == "pass")

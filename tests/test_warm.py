@@ -195,6 +195,11 @@ LOOKS = {
         dist.destroy_process_group()
         """,
 }
+# Where more than one rank makes a difference.
+TOGETHER = (
+    "environment", "threads and debug level", "threads of numpy", "standard streams", "exception", "exit code", "killed",
+    "interrupt", "DDP", "flight recorder",
+)  # fmt: skip
 # The same again under conditions of the launch.
 UNDER: dict[str, tuple[str, dict[str, Any]]] = {
     "one rank has every core": ("threads and debug level", {"nproc": 1}),
@@ -244,9 +249,10 @@ def without_addresses(text: str) -> str:
 
 @pytest.mark.parametrize("look", [*LOOKS, *UNDER])
 def test_a_warm_job_is_the_same_job(script: Callable[..., str], home: Path, look: str) -> None:
-    body, options = (LOOKS[look], {}) if look in LOOKS else (LOOKS[UNDER[look][0]], UNDER[look][1])
+    what, under = (look, {}) if look in LOOKS else UNDER[look]
+    options = {"nproc": 2 if what in TOGETHER else 1, **under}
     (home / "beside.py").write_text("")
-    cold, warm = both_ways(script(textwrap.dedent(body)), **options)
+    cold, warm = both_ways(script(textwrap.dedent(LOOKS[what])), **options)
     assert seen(warm) == seen(cold)
 
 
