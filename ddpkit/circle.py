@@ -5,12 +5,14 @@ Ranks may wait for each other in different collectives, or one may wait for what
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .collectives import Collective, outvoted, strayed
 from .exchanges import out_of_an_exchange, out_of_step, with_one_more, without_an_exchange
 from .finding import Finding, Odd, against_most, ranks_said, verb
+from .frames import Frame
 from .joining import of_another_size
 from .standing import (
     Standing,
@@ -124,7 +126,8 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
     odd = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
     odd = odd or without_an_exchange(waiting) or with_one_more(waiting, at)
-    found = (odd, BY_MOST) if odd else out_of_an_exchange(waiting, at) or _went_astray(histories)
+    found = (odd, BY_MOST) if odd else _across_the_groups(at) or out_of_an_exchange(waiting, at)
+    found = found or _went_astray(histories)
     found = found or (out_of_step(waiting, at), BY_MOST)
     if found[0]:
         ranks, how = found
@@ -163,6 +166,42 @@ def _in_another_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing
         return ()
     group, most = Counter(c.group for c in joined.values()).most_common(1)[0]
     return tuple(n for n, c in sorted(joined.items()) if c.group != group) if 2 * most > len(at) else ()
+
+
+def _across_the_groups(at: Mapping[int, Standing]) -> Odd | None:
+    """The one rank that came to a line in a process group that cuts across those in which the others come to it, where these
+    have no rank in common: as in a mesh, where one takes a group of its row for one of its column."""
+    by_line: dict[Frame, dict[int, list[Collective]]] = {}
+    for number, standing in at.items():
+        for call in standing.rank.collectives:
+            if call.where is not None:
+                by_line.setdefault(call.where, {}).setdefault(number, []).append(call)
+    for there in by_line.values():
+        last = {n: frozenset(calls[-1].ranks or at) for n, calls in there.items()}
+        beside = {n: _groups_of_the_others(n, there, last) for n in there}
+        across = [n for n, groups in beside.items() if n in set().union(*groups) and _cuts(last[n], groups)]
+        if len(across) == 1:
+            call = there[across[0]][-1]
+            group = ranks_said(sorted(last[across[0]])).lower()
+            others = "the others come there in groups that have no rank in common"
+            return (across[0],), f"it joined {call.op}{call.from_line} in the group of {group}; {others}"
+    return None
+
+
+def _groups_of_the_others(
+    number: int, there: Mapping[int, Sequence[Collective]], last: Mapping[int, frozenset[int]]
+) -> set[frozenset[int]]:
+    """The groups in which all ranks but `number` came to a line; empty if these are fewer than three, if one of them came to
+    it in several groups, or if two of the groups have a rank in common."""
+    others = [n for n in there if n != number]
+    groups = {last[n] for n in others}
+    one_each = all(frozenset(c.ranks or last[n]) == last[n] for n in others for c in there[n])
+    apart = all(not one & other for one, other in itertools.combinations(groups, 2))
+    return groups if len(others) > 2 and one_each and apart else set()
+
+
+def _cuts(group: frozenset[int], others: set[frozenset[int]]) -> bool:
+    return any(group & other and group != other for other in others)
 
 
 def _odd_among_alike(histories: Mapping[int, Sequence[Collective]], at: Mapping[int, Standing]) -> tuple[int, ...]:

@@ -186,6 +186,8 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
             f"Rank {number} raised {earlier} and, on its way out, waited for the others in vain{there}.",
             "own",
         )
+    if not (finding and finding.ranks):
+        finding = _came_after_all_had_given_up(victim, ranks) or finding
     if finding and finding.ranks:
         return _as_found(finding, ranks)
     # A process closes its sockets a moment before it has ended, so the victim may be stamped first.
@@ -201,6 +203,22 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
         return _as_found(finding, ranks)
     unclear = f"Rank {victim.rank} {met}{where}, and no rank failed by itself: the culprit cannot be told from this."
     return None, unclear, classes[victim.rank]
+
+
+def _came_after_all_had_given_up(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:
+    """The victim itself, where each of the others had come to the collective in which it lost them long before it, waits there
+    no more, and has not ended: who catches its timeout may save and report first."""
+    last = standing(victim).collective
+    others = [r for r in ranks if r is not victim and (last is None or not last.ranks or r.rank in last.ranks)]
+    joined = {r.rank: c.at_ns for r in others for c in r.collectives if last and c.key == last.key and c.done}
+    if last is None or last.is_exchange or last.root is not None or len(joined) < max(len(others), 1):
+        return None
+    late_s = (last.at_ns - max(joined.values())) / 1e9
+    gone_on = all(standing(r).kind in ("busy", "idle") and (r.ended_ns or 0) > failed_at(victim) for r in others)
+    if late_s < STILL_FROM_S or not gone_on:
+        return None
+    came = f"Rank {victim.rank} came to {last.name}{last.from_line} {late_s:.0f} s after the others"
+    return Finding((victim.rank,), f"{came}, who had given up waiting by then.", "straggler")
 
 
 def _gave_up_at(rank: Rank) -> int:

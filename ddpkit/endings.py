@@ -128,7 +128,7 @@ def deed(rank: Rank) -> str:
     if rank.signal and failure.type == rank.signal:
         return _killed(rank) + place
     if failure.type == "SystemExit":
-        handled = f", while it handled {': '.join(failure.chain[0]).rstrip('.')}" if failure.chain else ""
+        handled = f", while it handled {': '.join(filter(None, failure.chain[0])).rstrip('.')}" if failure.chain else ""
         return f"left by sys.exit, {stable(failure.message).strip()}{place}{stable(handled)}"
     return f"raised {failure.text.rstrip('.')}{place}"
 

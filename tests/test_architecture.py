@@ -133,7 +133,7 @@ ALLOWED: dict[str, set[str]] = {
     "culprit": {"endings", "standing", "standstill", "mismatch", "finding", "records"},
     "endings": {"records", "stable"},
     "standstill": {"standing", "circle", "joining", "mismatch", "finding", "collectives", "frames", "records"},
-    "circle": {"standing", "joining", "exchanges", "finding", "collectives"},
+    "circle": {"standing", "joining", "exchanges", "finding", "collectives", "frames"},
     "exchanges": {"standing", "finding", "collectives"},
     "joining": {"standing", "finding", "records"},
     "mismatch": {"standing", "finding", "collectives", "frames", "records"},

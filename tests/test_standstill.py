@@ -572,6 +572,46 @@ def test_who_has_one_exchange_less_than_in_every_round_before_is_at_fault(tmp_pa
     assert "as many as in every round before" not in run.verdict.sentence
 
 
+def test_who_takes_a_group_across_those_of_the_others_is_at_fault(tmp_path: Path) -> None:
+    """Rows of a mesh are 0, 1 and 2, 3, its columns 0, 2 and 1, 3: rank 3 takes its column for its row, and meets rank 1's."""
+    row: Call = ("all_reduce", 5)
+    waits: dict[str, Any] = {"waits": True}
+    first = {**waits, "calls": [row, ("all_reduce", 6)], "within": [0, 1], "last_within": [0, 2]}
+    second = {**waits, "calls": [row, row], "within": [0, 1]}
+    third = {**waits, "calls": [row], "within": [2, 3]}
+    fourth = {**waits, "calls": [row, ("all_reduce", 6)], "within": [1, 3]}
+    run = hung(tmp_path / "a", first, second, third, fourth)
+    assert (run.culprit, run.verdict.kind) == (3, "mismatch"), run
+    assert "in the group of ranks 1 and 3" in run.verdict.sentence
+    # Where another rank comes to that line in several groups, a line says nothing of a group.
+    both = {**first, "calls": [row, row]}
+    assert hung(tmp_path / "b", both, second, third, fourth).culprit is None
+
+
+def test_who_comes_long_after_all_others_had_given_up_is_at_fault_though_they_have_not_ended(tmp_path: Path) -> None:
+    """They caught the timeout and save first; the late rank finds the connection closed and fails."""
+
+    def late(folder: Path, by_s: int, waits: bool = False) -> Run:
+        write_run(folder, nproc=3)
+        closed = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+        for rank in (0, 2):
+            write_rank(folder, rank, exitcode=-15, signal="SIGTERM", told="SIGTERM", told_ns=10**11, at_ns=10**11)
+            evidence(folder, rank, [("all_reduce", 5)] * 3, waits=waits, line=5 if waits else 9)
+        write_rank(folder, 1, {"type": "RuntimeError", "message": closed, "at_ns": 10**10, "where": frame(5)})
+        evidence(folder, 1, [("all_reduce", 5)] * 3, waits=True)
+        record = wire.rank_folder(folder, 0, 1) / wire.COLLECTIVES
+        found = wire.read_record(record) or {}
+        *before, last = found["entries"]
+        wire.write_record(record, {**found, "entries": [*before, {**last, "at_ns": by_s * 10**9}]})
+        return Run.from_folder(folder)
+
+    run = late(tmp_path / "a", by_s=9)
+    assert (run.culprit, run.verdict.kind) == (1, "straggler"), run
+    assert "9 s after the others, who had given up waiting by then" in run.verdict.sentence
+    assert late(tmp_path / "b", by_s=1).culprit is None
+    assert late(tmp_path / "c", by_s=9, waits=True).culprit is None
+
+
 def test_who_passes_on_less_than_came_to_it_unlike_in_every_round_before_is_at_fault(tmp_path: Path) -> None:
     """A stage of a pipeline drops a batch of which the round has one more than those before."""
     rounds: list[Call] = [("barrier", 9)] * 2
