@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 PAGE, LAB = "page.md", "lab.toml"
 FENCE = "+++"
-PLACES = ("failure", "stderr", "torchrun", "log")
+PLACES = ("failure", "stderr", "torchrun", "log", "native")
 
 # What a verdict can be (`Verdict.kind`); a page may be named by one.
 KINDS = frozenset(
@@ -40,8 +40,9 @@ class Signature:
     """One way to recognise a failure: a `text`, the `signal` that killed a rank, or the kind of the `verdict`.
 
     `text` is a regular expression, `type` the exception it must stand in ("" is any). It is looked for at `where`:
-    "failure" (type, message and chain of the exception), "stderr", "torchrun" (the agent's log), or "" for the first two. A log
-    that somebody brings is not divided so: there all are looked for but "failure", and also "log", what others wrote about a
+    "failure" (type, message and chain of the exception), "stderr", "torchrun" (the agent's log), "native" (the C++ functions
+    in which it sleeps with the GIL), or "" for the first two. A log that somebody brings is not divided so: there all are
+    looked for but "failure" and "native", and also "log", what others wrote about a
     job, a scheduler or the kernel. A group named `rank` tells the rank at fault.
     `consequence`: this text never is the cause. `general`: it says where something failed rather than why, and yields
     to any other text. `beside`: it may stand in any log, and tells something only beside a failure.
@@ -70,6 +71,11 @@ class Signature:
     def spans_lines(self) -> bool:
         """Whether what it matches may be longer than a line."""
         return "\\n" in self.text or r"[^\0]" in self.text
+
+    @property
+    def in_logs(self) -> bool:
+        """Whether this text is looked for in a log that somebody brings."""
+        return bool(self.text) and self.where not in ("failure", "native")
 
     def looks_at(self, place: str) -> bool:
         """Whether this text is looked for at `place`, one of `PLACES`."""

@@ -129,7 +129,7 @@ class _Words:
             return None
         begin = self.text.rfind("\n", 0, match.start()) + 1
         end = self.text.find("\n", match.start())
-        line = self.first_line + (self.text.count("\n", 0, begin) if self.place != "failure" else 0)
+        line = self.first_line + (self.text.count("\n", 0, begin) if self.place in ("stderr", "torchrun") else 0)
         return Evidence(self.rank, self.file, line, self.text[begin : end if end >= 0 else None].strip()[:2000])
 
 
@@ -187,7 +187,7 @@ def _is_certain(best: _Match, verdict: Verdict, kind: str) -> bool:
         return True
     if kind == "agent_failed" and best.words and best.words.place == "torchrun":
         return True
-    by_name = best.words is None or best.words.place == "failure" or best.signature.where == "stderr"
+    by_name = best.words is None or best.words.place == "failure" or best.signature.where in ("stderr", "native")
     return verdict.culprit is not None and by_name
 
 
@@ -308,6 +308,8 @@ def _consequence(rank: Rank) -> Evidence | None:
 def _words_of(rank: Rank) -> list[_Words]:
     """All that the rank said about its end: the exception, what it was raised from, and the end of its stderr."""
     words = _failure_words(rank)
+    if rank.look and rank.look.inside:
+        words.append(_Words(rank.rank, "native", _own_file(rank, wire.LOOK), 1, "", "\n".join(rank.look.inside), 10))
     # Nobody writes last words under SIGKILL: what stands there is older.
     if rank.log_folder and rank.signal != "SIGKILL":
         first_line, text = _tail(rank.log_folder / "stderr.log")

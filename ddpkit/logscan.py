@@ -113,7 +113,7 @@ def _words() -> _Words:
         owners.setdefault(each, [])
     for page in pages():
         for signature in page.signatures:
-            for word in required(signature.pattern) if signature.text and signature.where != "failure" else ():
+            for word in required(signature.pattern) if signature.in_logs else ():
                 owners.setdefault(word.encode(), []).append((page, signature))
     words = list(owners)
     automaton = BytesAhoCorasick(words)

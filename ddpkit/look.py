@@ -8,8 +8,10 @@ neither the GIL nor torch. But a signal is noticed: torch's poll for the store g
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -71,6 +73,7 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
             "peer": _named_in(spied.get(rank.pid or 0, []), _PEERS),
             "root": _named_in(spied.get(rank.pid or 0, []), _ROOTS),
             "group_root": _named_in(spied.get(rank.pid or 0, []), _GROUP_ROOTS),
+            "inside": _inside(rank.pid or 0) if _holds_the_gil(rank, spied, states) else [],
             "dead_workers": children.count(psutil.STATUS_ZOMBIE),
             "stopped_workers": children.count(psutil.STATUS_STOPPED),
         }
@@ -138,13 +141,35 @@ def gather_collectives(ranks: Sequence[Rank]) -> None:
 Thread = Mapping[str, Any]
 
 
+def _holds_the_gil(rank: Rank, spied: Mapping[int, Sequence[Thread]], states: Mapping[int, str]) -> bool:
+    """Whether the rank's main thread sleeps and lets no other thread run Python."""
+    threads = spied.get(rank.pid or 0, [])
+    return bool(threads) and threads[0].get("owns_gil") is True and states[rank.rank] == psutil.STATUS_SLEEPING
+
+
+def _inside(pid: int) -> list[str]:
+    """The C++ functions that the main thread of a process is in, innermost first, down to the Python line that called them;
+    none where it may not be read. It is halted for that, for half a second."""
+    try:
+        command = [*_spy(), "dump", "--json", "--native", "--pid", str(pid)]
+        told = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SPY_WITHIN_S, check=True)
+        (main,) = (thread["frames"] for thread in json.loads(told.stdout) if thread["os_thread_id"] == pid)
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
+        return []
+    called = itertools.takewhile(lambda frame: frame["module"], main)
+    return [name for frame in called if not (name := re.split("[(<]", frame["name"])[0]).startswith("0x")]
+
+
+def _spy() -> list[str]:
+    return [shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))]
+
+
 def spied_threads(pids: Sequence[int]) -> dict[int, list[Thread]]:
     """The threads of each process as py-spy reads them from outside, the main one first; a process that may not be read is
     left out."""
-    spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
     spying = {}
     for pid in pids:
-        command = [spy, "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
+        command = [*_spy(), "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
         with contextlib.suppress(OSError):
             spying[pid] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

@@ -53,7 +53,7 @@ class Look:
     that of its GPU (None without one), `silent_s` the seconds since its last progress. `workers` are the stacks of its
     DataLoader workers by pid, `dead_workers` and `stopped_workers` how many have died and how many are stopped; `peer` is the
     rank that a blocking send or receive waits for, `root` the rank that it takes for the source or destination of the
-    collective it is in.
+    collective it is in. `inside` are the C++ functions in which it sleeps with the GIL, innermost first.
     """
 
     at_ns: int
@@ -69,6 +69,7 @@ class Look:
     group_root: int | None = None
     dead_workers: int = 0
     stopped_workers: int = 0
+    inside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ class Rank:
         record = wire.read_record(self.folder / wire.LOOK)
         if record is None:
             return None
-        return Look(**{**record, "workers": tuple((pid, stack) for pid, stack in record["workers"])})
+        workers = tuple((pid, stack) for pid, stack in record["workers"])
+        return Look(**{**record, "workers": workers, "inside": tuple(record.get("inside", ()))})
 
     @cached_property
     def joining(self) -> Joining | None:

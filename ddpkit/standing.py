@@ -71,6 +71,8 @@ class Standing:
             "busy": f"computes{at}",
             "idle": f"waits for the disk{at}" if self.at_disk else f"sits{at}" if at else _without_a_line(self.rank),
         }
+        if self.kind == "idle" and (inside := _inside(self.rank)):
+            return f"{said['idle']}, inside {inside} with the GIL"
         return said.get(self.kind, "is somewhere unknown")
 
 
@@ -111,6 +113,11 @@ def standing(rank: Rank, at_ns: int | None = None) -> Standing:
     # A GPU that computes while no collective is open computes for this rank; an open one keeps it busy by waiting.
     on_gpu = 0.0 if waiting else rank.look.gpu_busy or 0.0
     return Standing(rank, "busy" if max(rank.look.busy, on_gpu) >= BUSY_FROM else "idle", place, waiting)
+
+
+def _inside(rank: Rank) -> str:
+    """The innermost C++ function of torch's in which this rank sleeps with the GIL; "" where it does not."""
+    return next((name for name in rank.look.inside if name.startswith(("c10", "torch", "at"))), "") if rank.look else ""
 
 
 def _without_a_line(rank: Rank) -> str:

@@ -204,6 +204,9 @@ def _nobody_waits(at: Mapping[int, Standing]) -> Finding:
     alive = {n: s for n, s in at.items() if s.kind in ("loading", "busy", "idle")}
     if not alive:
         return Finding((), "No rank answers, and what they do cannot be told.", "unknown")
+    held = [s for s in alive.values() if s.rank.look and s.rank.look.inside]
+    if held and len(held) < len(at) and all(s in held or s.kind in ("left", "joining") for s in at.values()):
+        return _blamed(held, at, "silent")
     loading = [s for s in alive.values() if s.kind == "loading"]
     others_left = all(s.kind == "left" for n, s in at.items() if n not in alive)
     kind = (
@@ -222,7 +225,7 @@ def _nobody_waits(at: Mapping[int, Standing]) -> Finding:
 
 def _blamed(blamed: Sequence[Standing], at: Mapping[int, Standing], kind: str) -> Finding:
     by_rank = {s.rank.rank: s for s in blamed}
-    waiting = {n: s for n, s in at.items() if s.kind == "waiting"}
+    waiting = {n: s for n, s in at.items() if s.kind in ("waiting", "joining") and n not in by_rank}
     others = f" {each(waiting)}" if waiting else ""
     return Finding(tuple(by_rank), f"{each(by_rank)}{others}{_helper(blamed[0])}", kind)
 

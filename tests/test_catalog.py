@@ -95,7 +95,10 @@ def test_a_page_that_cannot_be_read_is_told_in_one_sentence(source: str, sentenc
         ("text = 3", "key `text` of signature 1 must be a str, but is 3"),
         ("text = ''", "key `text` of signature 1 must be a str, but is ''"),
         ("text = 'x'\nconsequence = 'yes'", "key `consequence` of signature 1 must be a bool"),
-        ("text = 'x'\nwhere = 'stdout'", "key `where` of signature 1 is 'stdout'; use failure, log, stderr, torchrun"),
+        (
+            "text = 'x'\nwhere = 'stdout'",
+            "key `where` of signature 1 is 'stdout'; use failure, log, native, stderr, torchrun",
+        ),
         ("verdict = 'guilty'", "key `verdict` of signature 1 is 'guilty'; use agent_failed, "),
         (
             "text = 'x'\nsignal = 'SIGKILL'",
