@@ -101,7 +101,7 @@ def _passed_on_too_few(left: Standing, waiter: Standing) -> str:
     for source in sorted({c.ranks[0] for c in left.rank.calls if c.is_exchange and c.ranks} - {number}):
         came = _in_rounds(left, source, "recv")
         if came[:-1] == sent[:-1] and came[-1] > sent[-1]:
-            passed = f"{sent[-1]} of the {came[-1]} messages that came to it from rank {source}"
+            passed = f"{sent[-1]} of {came[-1]} messages that came to it from rank {source}"
             return f"waits for one more of it, which has passed on {passed}, in every round before all"
     return ""
 

@@ -627,7 +627,7 @@ def test_who_passes_on_less_than_came_to_it_unlike_in_every_round_before_is_at_f
 
     run = stages(tmp_path / "a", came=3, passed=2, awaited=3)
     assert run.culprit == 1, run
-    assert "has passed on 2 of the 3 messages that came to it from rank 0" in run.verdict.sentence
+    assert "has passed on 2 of 3 messages that came to it from rank 0" in run.verdict.sentence
     # Where all was passed on, the one that waits for more may be wrong, or the first that sent so few.
     assert stages(tmp_path / "b", came=3, passed=3, awaited=4).culprit is None
 
