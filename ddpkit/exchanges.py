@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from .collectives import Collective, in_time, outvoted
+from .collectives import Collective, outvoted
 from .finding import Odd
 from .standing import Standing, missing_in, peers
 
@@ -30,7 +30,7 @@ def with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -
             if peer not in waiting or missing_in(waiting[peer], at, None) != [number]:
                 continue
             odd = outvoted({n: s.rank.calls for n, s in waiting.items() if n != peer}, _partners)
-            made = in_time(waiter.rank.calls)
+            made = waiter.rank.calls
             if list(odd) == [number] and odd[number] is made[-1] and _partners(made[-1]) in map(_partners, made[:-1]):
                 return (number,)
     return ()
@@ -74,7 +74,7 @@ def _left_an_exchange(
 
 def _owed(waiter: Standing, peer: int) -> str:
     """What is owed to a rank that has sent messages, and gets as many back with the one it waits for; "" where nothing is."""
-    made = [c.op.lstrip("i") for c in in_time(waiter.rank.calls) if c.is_exchange and c.ranks == (peer,)]
+    made = [c.op.lstrip("i") for c in waiter.rank.calls if c.is_exchange and c.ranks == (peer,)]
     sent = made.count("send")
     if made[-1:] != ["recv"] or sent != made.count("recv") or sent < 2:
         return ""
@@ -96,7 +96,7 @@ def _passed_on_too_few(left: Standing, waiter: Standing) -> str:
     collective, and fewer before its last; "" where it did not."""
     number = waiter.rank.rank
     sent = _in_rounds(left, number, "send")
-    if not any(sent[:-1]) or not waiter.rank.calls or "recv" not in in_time(waiter.rank.calls)[-1].op:
+    if not any(sent[:-1]) or not waiter.rank.calls or "recv" not in waiter.rank.calls[-1].op:
         return ""
     for source in sorted({c.ranks[0] for c in left.rank.calls if c.is_exchange and c.ranks} - {number}):
         came = _in_rounds(left, source, "recv")
@@ -110,7 +110,7 @@ def _in_rounds(standing: Standing, peer: int, op: str = "") -> list[int]:
     """How often this rank exchanged with `peer`, or made `op`, before each of its collectives, and, where it is in no
     collective, since."""
     rounds = [0]
-    for call in in_time(standing.rank.calls):
+    for call in standing.rank.calls:
         if not call.is_exchange:
             rounds.append(0)
         elif call.ranks == (peer,) and op in call.op:
@@ -126,7 +126,7 @@ def out_of_step(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> 
     if len(odd) != 1:
         return ()
     ((number, last),) = odd.items()
-    *before, newest = in_time(histories[number])
+    *before, newest = histories[number]
     in_rounds = any(one.is_exchange and not then.is_exchange for one, then in itertools.pairwise(before))
     return (number,) if newest is last and in_rounds else ()
 

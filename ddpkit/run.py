@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import wire
+from .account import Account, read_account
 from .culprit import Culprit, Verdict, judge
 from .diagnosis import Diagnosis, diagnose
 from .endings import Ending, plain_words
 from .errors import JobFailed
 from .evidence import Row, diagnosis_line, rows, text_lines
 from .folders import unpacked
-from .records import Rank, read_attempts
-from .stable import shortened, stable
+from .records import Rank
+from .stable import stable
 
 if TYPE_CHECKING:
     from .picture import Picture
@@ -91,10 +92,10 @@ class Run:
         """running, passed, failed, hung, timed_out or stopped."""
         if self._job is not None and not self._job.ended.is_set():
             return "running"
-        reason = self._ending.reason
-        if reason:
-            return {"timeout": "timed_out", "stall": "hung"}.get(reason, "stopped")
-        passed = self._ending.agent_exitcode == 0 and not self._ending.agent_signal
+        ending = self._known.ending
+        if ending.reason:
+            return {"timeout": "timed_out", "stall": "hung"}.get(ending.reason, "stopped")
+        passed = ending.agent_exitcode == 0 and not ending.agent_signal
         return "passed" if passed and all(r.exitcode == 0 for r in self.ranks) else "failed"
 
     @property
@@ -123,21 +124,22 @@ class Run:
     @property
     def attempts(self) -> tuple[tuple[Rank, ...], ...]:
         """The ranks of each attempt; more than one where `--max-restarts` let torchrun try again."""
-        last = len(self._records) - 1
+        attempts = self._known.attempts
+        last = len(attempts) - 1
         return tuple(
-            self.ranks if i == last else _with_words(ranks, judge(ranks, Ending()))
-            for i, ranks in enumerate(self._records)
+            self.ranks if i == last else _with_words(ranks, judge(ranks, Ending())) for i, ranks in enumerate(attempts)
         )
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """Every rank of the last attempt, in order. A rank that never started is not there."""
-        return _with_words(self._records[-1], self.verdict) if self._records else ()
+        known = self._known
+        return _with_words(known.last_attempt, known.verdict)
 
     @property
     def verdict(self) -> Verdict:
         """Who is at fault, in a sentence and by rank."""
-        return self._known["verdict"]
+        return self._known.verdict
 
     @property
     def culprit(self) -> Culprit:
@@ -156,13 +158,13 @@ class Run:
     @property
     def notes(self) -> tuple[str, ...]:
         """What else the user should know: processes that had to be ended, a log that was capped, a disk that was full."""
-        return self._known["notes"]
+        return self._known.notes
 
     @property
     def reported(self) -> dict[int, dict[str, Any]]:
         """What each rank handed over by `ddpkit.rank.report(...)`: rank to names and latest values."""
         merged: dict[int, dict[str, Any]] = {}
-        for rank in self._records[-1] if self._records else ():
+        for rank in self._known.last_attempt:
             merged[rank.rank] = {name: value for report in rank.reports for name, value in report.items()}
         return merged
 
@@ -181,7 +183,7 @@ class Run:
         import cloudpickle
 
         found = {}
-        for rank in self._records[-1] if self._records else ():
+        for rank in self._known.last_attempt:
             path = rank.folder / wire.RETURNED
             if path.exists():
                 found[rank.rank] = cloudpickle.loads(path.read_bytes())
@@ -310,64 +312,19 @@ class Run:
     # What the folder says, read again until the job is over.
 
     @property
-    def _known(self) -> dict[str, Any]:
+    def _known(self) -> Account:
         return self._final if self._is_over() else self._read()
 
     @cached_property
-    def _final(self) -> dict[str, Any]:
+    def _final(self) -> Account:
         return self._read()
 
     def _is_over(self) -> bool:
         return self._job is None or self._job.ended.is_set()
 
-    def _read(self) -> dict[str, Any]:
-        records = read_attempts(self.folder)
-        ending = self._read_ending()
-        verdict = judge(records[-1] if records else (), ending)
-        if len(records) > 1 and verdict.sentence:
-            # What follows a restart may be torch's own doing; why there was one is what the reader can mend.
-            began = judge(records[0], Ending(agent_exitcode=1)).sentence
-            if began != verdict.sentence:
-                verdict = replace(verdict, sentence=f"{verdict.sentence} Before, in attempt 1: {began}")
-        return {"records": records, "ending": ending, "verdict": verdict, "notes": self._read_notes(records)}
-
-    @property
-    def _records(self) -> tuple[tuple[Rank, ...], ...]:
-        return self._known["records"]
-
-    @property
-    def _ending(self) -> Ending:
-        return self._known["ending"]
-
-    def _read_ending(self) -> Ending:
+    def _read(self) -> Account:
         end = self._job.end if self._job is not None else wire.read_record(self.folder / wire.END) or {}
-        agent = wire.read_record(self.folder / wire.AGENT_RECORD) or {}
-        reason = end.get("reason", "")
-        if not reason and agent.get("told"):
-            reason = "stopped"
-        return Ending(
-            reason=reason,
-            agent_exitcode=agent.get("exitcode", end.get("keeper_exitcode")),
-            agent_signal=None if reason else agent.get("signal"),
-            agent_error=_last_words(self.torchrun_log),
-            timeout_s=self._spec.get("timeout_s"),
-            stall_s=self._spec.get("stall_s"),
-        )
-
-    def _read_notes(self, records: tuple[tuple[Rank, ...], ...]) -> tuple[str, ...]:
-        end = self._job.end if self._job is not None else wire.read_record(self.folder / wire.END) or {}
-        agent = wire.read_record(self.folder / wire.AGENT_RECORD) or {}
-        notes = [*self._spec.get("notes", []), *end.get("notes", [])]
-        if len(records) > 1:
-            notes.append(f"torchrun restarted the ranks: this was attempt {len(records)}, see run.attempts.")
-        for rank in records[-1] if records else ():
-            if rank.killed_for.startswith("it ignored"):
-                notes.append(f"rank {rank.rank} {rank.killed_for.removeprefix('it ')} and was ended by SIGKILL.")
-        ours = (wire.KEEPER_FILE, wire.CLIENT)
-        stubborn = [s for s in agent.get("swept", []) if not any(program in s["command"] for program in ours)]
-        if stubborn and not agent.get("signal"):
-            notes.append(f"{len(stubborn)} processes had outlived the job and were ended.")
-        return tuple(notes)
+        return read_account(self.folder, self._spec, end, self.torchrun_log)
 
 
 def _with_words(records: tuple[Rank, ...], verdict: Verdict) -> tuple[Rank, ...]:
@@ -390,12 +347,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _last_words(log: str) -> str:
-    """The last line of torchrun's log that states an error."""
-    lines = [line.strip() for line in log.splitlines() if "Error" in line and not line.startswith((" ", "[", "W", "E"))]
-    return shortened(stable(lines[-1])) if lines else ""
 
 
 def save_spec(folder: Path, spec: Mapping[str, Any]) -> None:
