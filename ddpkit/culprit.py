@@ -7,6 +7,7 @@ what is left does the earliest stamp count, and where every rank fails alike, no
 
 from __future__ import annotations
 
+import errno
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,9 @@ _WAITED = re.compile(r"Timed out waiting (\d+)ms for (?:recv|send) operation")
 
 # What may come of another rank's end without a word of it: through a file, a pipe or a queue.
 _MAY_BE_PASSED_ON = {"SystemExit", "EOFError", "Empty", "TimeoutError", "KeyboardInterrupt"}
+
+# What the kernel refuses for what the process itself has or does; any other refusal may be over what ranks share.
+_OF_THE_PROCESS = {None, errno.EMFILE, errno.EFBIG, errno.EBADF}
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ def _unhurt_by(first: Rank, rank: Rank) -> bool:
     failure, joined = rank.failure, {call.key for call in first.calls}
     if failed_at(rank) - failed_at(first) > TOGETHER_NS:
         return False
-    if failure is None or failure.type == rank.signal or failure.type in _MAY_BE_PASSED_ON or failure.errno is not None:
+    if failure is None or failure.type in (rank.signal, *_MAY_BE_PASSED_ON) or failure.errno not in _OF_THE_PROCESS:
         return False
     return not any(call.is_exchange or not call.done or call.key not in joined for call in rank.calls[-1:])
 
@@ -206,19 +210,27 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
 
 
 def _came_after_all_had_given_up(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:
-    """The victim itself, where each of the others had come to the collective in which it lost them long before it, waits there
-    no more, and has not ended: who catches its timeout may save and report first."""
+    """The victim itself, where each of the others had come to the collective in which it lost them long before it, and waits
+    there no more: who catches its timeout may save and report first, or leave with exit code 0."""
     last = standing(victim).collective
     others = [r for r in ranks if r is not victim and (last is None or not last.ranks or r.rank in last.ranks)]
     joined = {r.rank: c.at_ns for r in others for c in r.collectives if last and c.key == last.key and c.done}
     if last is None or last.is_exchange or last.root is not None or len(joined) < max(len(others), 1):
         return None
     late_s = (last.at_ns - max(joined.values())) / 1e9
-    gone_on = all(standing(r).kind in ("busy", "idle") and (r.ended_ns or 0) > failed_at(victim) for r in others)
-    if late_s < STILL_FROM_S or not gone_on:
+    if late_s < STILL_FROM_S or not all(_had_gone_on(r, joined[r.rank], victim) for r in others):
         return None
     came = f"Rank {victim.rank} came to {last.name}{last.from_line} {late_s:.0f} s after the others"
     return Finding((victim.rank,), f"{came}, who had given up waiting by then.", "straggler")
+
+
+def _had_gone_on(rank: Rank, joined_ns: int, victim: Rank) -> bool:
+    """Whether this rank, which had joined at `joined_ns`, waited no more when the victim lost it: it did something else, or
+    had left before the victim came, and not at once."""
+    if (rank.ended_ns or 0) > failed_at(victim):
+        return standing(rank).kind in ("busy", "idle")
+    waited_s = ((rank.ended_ns or 0) - joined_ns) / 1e9
+    return rank.exitcode == 0 and waited_s >= STILL_FROM_S
 
 
 def _gave_up_at(rank: Rank) -> int:

@@ -59,7 +59,8 @@ def find_parting(ranks: Sequence[Rank]) -> Finding:
 def _by_length(ranks: Sequence[Rank]) -> Finding | None:
     """Who differs where gloo aborted a rank for a message that was too long for it, and another rank's send was so long: the
     lengths of what each sent to it last, or of that send, and of the room that it had. Where one rank alone has sent it
-    messages, those to whom the same rank sent as long a one, and who had room for it, tell too."""
+    messages, those to whom the same rank sent as long a one, and who had room for it, tell too; and so do those who wait to
+    receive from others at the line of the aborted rank."""
     for aborted in ranks:
         found = _TOO_LONG.search(aborted.stderr)
         if aborted.collectives or not found:
@@ -73,16 +74,27 @@ def _by_length(ranks: Sequence[Rank]) -> Finding | None:
         received = {
             r.rank: came for r in ranks for s in senders for c in _exchanged(r, "recv", s) if c.message_bytes == came
         }
+        there = _room_at(_line_of_the_aborted(aborted), ranks)
         said = [f"rank {n} sent {length}" for n, length in sorted(sent.items())]
         said += [f"rank {n} received {length}" for n, length in sorted(received.items())]
+        said += [f"rank {n} has room for {length} at that line" for n, length in sorted(there.items())]
         opening = f"Messages and room are of different lengths: rank {aborted.rank} had room for {room} bytes, "
-        return against_most({aborted.rank: room, **sent, **received}, f"{opening}{', '.join(said)}.", "mismatch")
+        lengths = {**there, aborted.rank: room, **sent, **received}
+        return against_most(lengths, f"{opening}{', '.join(said)}.", "mismatch")
     return None
 
 
 def _exchanged(rank: Rank, op: str, peer: int) -> list[Collective]:
     """What this rank has sent to that one, or received from it."""
     return [c for c in rank.calls if op in c.op and c.is_exchange and peer in c.ranks]
+
+
+def _room_at(line: Frame | None, ranks: Sequence[Rank]) -> dict[int, int]:
+    """How many bytes each rank has room for that had come to receive at that line when the job failed."""
+    last = {r.rank: r.calls[-1] for r in ranks if r.calls}
+    return {
+        n: c.message_bytes for n, c in last.items() if c.is_exchange and "recv" in c.op and same_line(c.where, line)
+    }
 
 
 def _histories(ranks: Sequence[Rank]) -> dict[int, Sequence[Collective]]:

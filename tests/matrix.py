@@ -1509,6 +1509,22 @@ CASES = [
         says=("rank 2 had room for 8 bytes, rank 0 sent 160, rank 1 received 160", "Rank 2 differs from the others"),
         since_2_13=True,
     ),
+    case(
+        "the middle stage of a pipeline takes half as many samples at a time",
+        """
+        batch = torch.zeros(2 if rank == 1 else 4, 8)
+        if rank > 0:
+            dist.recv(batch, src=rank - 1)
+        if rank < 2:
+            dist.send(batch, dst=rank + 1)
+        dist.barrier()
+        """,
+        1,
+        "collective_mismatch",
+        nproc=3,
+        says=("rank 1 had room for 64 bytes, rank 0 sent 128, rank 2 has room for 128 at that line", "Rank 1 differs"),
+        since_2_13=True,
+    ),
     hang(
         "one of two pairs of ranks wants to swap once more",
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import zipfile
 from pathlib import Path
@@ -119,6 +120,17 @@ def test_ranks_that_fail_each_by_itself_are_all_named(tmp_path: Path) -> None:
     run = Run.from_folder(tmp_path)
     assert run.culprit == (1, 2)
     assert "Rank 1 raised ValueError: one" in run.verdict.sentence and "each by itself" in run.verdict.sentence
+
+
+def test_who_runs_out_of_what_is_its_own_fails_by_itself(tmp_path: Path) -> None:
+    """How many files may be open is a limit of each process; a file that is not there may be one that another has not written."""
+    for name, number, culprit in (("a", errno.EMFILE, "every rank"), ("b", errno.ENOENT, 0)):
+        write_run(tmp_path / name)
+        write_rank(tmp_path / name, 0, {"message": "one", "at_ns": 10**9})
+        refused = {"type": "OSError", "message": "refused", "errno": number, "at_ns": 10**9 + 3_000_000}
+        write_rank(tmp_path / name, 1, refused)
+        run = Run.from_folder(tmp_path / name)
+        assert run.culprit == culprit, run
 
 
 def test_of_three_ranks_two_that_fail_alike_are_both_named(tmp_path: Path) -> None:

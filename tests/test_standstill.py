@@ -591,11 +591,12 @@ def test_who_takes_a_group_across_those_of_the_others_is_at_fault(tmp_path: Path
 def test_who_comes_long_after_all_others_had_given_up_is_at_fault_though_they_have_not_ended(tmp_path: Path) -> None:
     """They caught the timeout and save first; the late rank finds the connection closed and fails."""
 
-    def late(folder: Path, by_s: int, waits: bool = False) -> Run:
+    def late(folder: Path, by_s: int, waits: bool = False, **ended: Any) -> Run:
         write_run(folder, nproc=3)
         closed = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+        still_there = {"exitcode": -15, "signal": "SIGTERM", "told": "SIGTERM", "told_ns": 10**11, "at_ns": 10**11}
         for rank in (0, 2):
-            write_rank(folder, rank, exitcode=-15, signal="SIGTERM", told="SIGTERM", told_ns=10**11, at_ns=10**11)
+            write_rank(folder, rank, **{**still_there, **ended})
             evidence(folder, rank, [("all_reduce", 5)] * 3, waits=waits, line=5 if waits else 9)
         write_rank(folder, 1, {"type": "RuntimeError", "message": closed, "at_ns": 10**10, "where": frame(5)})
         evidence(folder, 1, [("all_reduce", 5)] * 3, waits=True)
@@ -610,6 +611,12 @@ def test_who_comes_long_after_all_others_had_given_up_is_at_fault_though_they_ha
     assert "9 s after the others, who had given up waiting by then" in run.verdict.sentence
     assert late(tmp_path / "b", by_s=1).culprit is None
     assert late(tmp_path / "c", by_s=9, waits=True).culprit is None
+    # Who leaves with exit code 0 having waited gave up; who leaves at once left early.
+    left: dict[str, Any] = {"exitcode": 0, "signal": None, "told": None, "told_ns": 0}
+    run = late(tmp_path / "d", by_s=9, at_ns=7 * 10**9, **left)
+    assert (run.culprit, run.verdict.kind) == (1, "straggler"), run
+    run = late(tmp_path / "e", by_s=9, at_ns=10**9, **left)
+    assert (run.culprit, run.verdict.kind) == ((0, 2), "left_early"), run
 
 
 def test_who_passes_on_less_than_came_to_it_unlike_in_every_round_before_is_at_fault(tmp_path: Path) -> None:
