@@ -131,7 +131,9 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     found = found or (out_of_step(waiting, at), BY_MOST)
     if found[0]:
         ranks, how = found
-        return Finding(ranks, f"{opening}: {said}. {ranks_said(ranks)} left the common way: {how}.", "mismatch")
+        # A send that is left out makes no two collectives differ.
+        kind = "all_waiting" if any(s.pairwise for s in waiting.values()) else "mismatch"
+        return Finding(ranks, f"{opening}: {said}. {ranks_said(ranks)} left the common way: {how}.", kind)
     return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
 
 

@@ -858,7 +858,7 @@ CASES = [
         dist.barrier()
         """,
         2,
-        "collective_mismatch",
+        "everyone_waits",
         nproc=4,
         says=("rank 0 waits at", "Rank 2 left the common way", "most ranks came to another one"),
         since_2_13=True,
@@ -879,7 +879,7 @@ CASES = [
             dist.barrier()
         """,
         1,
-        "collective_mismatch",
+        "everyone_waits",
         nproc=3,
         says=("Rank 1 left the common way", "has passed on 0 of 1 messages that came to it from rank 0"),
         since_2_13=True,
@@ -898,7 +898,7 @@ CASES = [
             dist.barrier()
         """,
         0,
-        "collective_mismatch",
+        "everyone_waits",
         nproc=3,
         says=("Rank 0 left the common way: from recv with rank 2", "it came to recv with rank 1"),
         since_2_13=True,
@@ -1374,7 +1374,7 @@ CASES = [
                 dist.send(torch.ones(8), dst=0)
         """,
         2,
-        "collective_mismatch",
+        "everyone_waits",
         nproc=4,
         says=("Rank 2 left the common way: after the same calls most ranks came to another one",),
         since_2_13=True,
@@ -1536,7 +1536,7 @@ CASES = [
             dist.all_reduce(own)
         """,
         1,
-        "collective_mismatch",
+        "everyone_waits",
         nproc=4,
         says=("Rank 1 left the common way",),
         since_2_13=True,
