@@ -67,7 +67,8 @@ def _left_an_exchange(
         for number in for_it:
             alone = len(there) == 1 and len(exchanging) > 1
             way = (_owed(waiting[number], left) if alone else "") or _fewer_than_ever(waiting[left], waiting[number])
-            if way := way or _passed_on_too_few(waiting[left], waiting[number]):
+            way = way or _passed_on_too_few(waiting[left], waiting[number])
+            if way := way or _kept_one(waiting[left], waiting[number]):
                 return (left,), f"rank {number} {way}"
     return None
 
@@ -103,6 +104,22 @@ def _passed_on_too_few(left: Standing, waiter: Standing) -> str:
         if came[:-1] == sent[:-1] and came[-1] > sent[-1]:
             passed = f"{sent[-1]} of {came[-1]} messages that came to it from rank {source}"
             return f"waits for one more of it, which has passed on {passed}, in every round before all"
+    return ""
+
+
+def _kept_one(left: Standing, waiter: Standing) -> str:
+    """What `waiter` waits to receive, if `left` passed every message of another rank on to it as it came, but one; "" where it
+    did not."""
+    number = waiter.rank.rank
+    if not waiter.rank.calls or "recv" not in waiter.rank.calls[-1].op:
+        return ""
+    made = [(c.op.lstrip("i"), c.ranks) for c in left.rank.calls if c.is_exchange]
+    for source in sorted({ranks[0] for op, ranks in made if op == "recv" and ranks} - {number}):
+        come, on = ("recv", (source,)), ("send", (number,))
+        way = [one for one in made if one in (come, on)]
+        passed = sum(pair == (come, on) for pair in itertools.pairwise(way))
+        if passed == way.count(on) == way.count(come) - 1 > 1:
+            return f"waits for one more of it, which has passed on {passed} of {passed + 1} messages from rank {source}"
     return ""
 
 

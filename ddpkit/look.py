@@ -29,6 +29,8 @@ from .records import Rank, sources
 
 WITHIN_S = 1.2
 SPY_WITHIN_S = 2.5
+# py-spy reads the symbols of all of torch for it: half a second, and several on a machine that has other work.
+SPY_NATIVE_WITHIN_S = 10.0
 MOST_WORKERS = 8
 # Functions of torch.distributed by their argument for the other rank, and for the one rank of a collective that differs.
 _COLLECTIVES = "distributed_c10d.py"
@@ -152,7 +154,9 @@ def _inside(pid: int) -> list[str]:
     none where it may not be read. It is halted for that, for half a second."""
     try:
         command = [*_spy(), "dump", "--json", "--native", "--pid", str(pid)]
-        told = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SPY_WITHIN_S, check=True)
+        told = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SPY_NATIVE_WITHIN_S, check=True
+        )
         (main,) = (thread["frames"] for thread in json.loads(told.stdout) if thread["os_thread_id"] == pid)
     except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
         return []

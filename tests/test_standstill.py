@@ -639,6 +639,25 @@ def test_who_passes_on_less_than_came_to_it_unlike_in_every_round_before_is_at_f
     assert stages(tmp_path / "b", came=3, passed=3, awaited=4).culprit is None
 
 
+def test_who_passes_on_each_message_but_one_is_at_fault(tmp_path: Path) -> None:
+    """A stage of a pipeline leaves out an empty batch and goes on to the barrier."""
+
+    def stages(folder: Path, middle: str, awaited: int) -> Run:
+        there: dict[str, Any] = {"calls": [("barrier", 9)], "waits": True, "within": [0, 1, 2]}
+        first = [(0, "send", 6, 1)] * middle.count("r")
+        passed = [(0, "recv", 6, 0) if op == "r" else (0, "send", 7, 2) for op in middle]
+        last = [(0, "recv", 5, 1)] * awaited
+        waits = {"calls": [], "waits": True, "line": 5, "peer": 1, "within": [0, 1, 2], "exchanged": last}
+        return hung(folder, {**there, "exchanged": first}, {**there, "exchanged": passed}, waits)
+
+    run = stages(tmp_path / "a", "rsrrs", awaited=3)
+    assert run.culprit == 1, run
+    assert "rank 2 waits for one more of it, which has passed on 2 of 3 messages from rank 0" in run.verdict.sentence
+    # Where it passes on less than half, or all together at the end, how many were meant is not told by that.
+    assert stages(tmp_path / "b", "rsrr", awaited=2).culprit is None
+    assert stages(tmp_path / "c", "rrrss", awaited=3).culprit is None
+
+
 def test_a_message_too_long_for_a_rank_is_of_the_collective_at_its_own_line(tmp_path: Path) -> None:
     """Others have gone on to one of the same length."""
     write_run(tmp_path, nproc=3)
