@@ -64,18 +64,19 @@ def _left_an_exchange(
         for_it = [n for n, s in exchanging.items() if left in peers(s) and n in missing]
         if len(there) == 1 and len(for_it) > 1:
             return (left,), f"ranks {' and '.join(map(str, for_it))} still wait to exchange with it"
+        rules = [_fewer_than_ever, _passed_on_too_few, _kept_one]
+        if len(there) == 1 and len(exchanging) > 1:
+            rules.insert(0, _owed)
         for number in for_it:
-            alone = len(there) == 1 and len(exchanging) > 1
-            way = (_owed(waiting[number], left) if alone else "") or _fewer_than_ever(waiting[left], waiting[number])
-            way = way or _passed_on_too_few(waiting[left], waiting[number])
-            if way := way or _kept_one(waiting[left], waiting[number]):
+            if way := next(filter(None, (rule(waiting[left], waiting[number]) for rule in rules)), ""):
                 return (left,), f"rank {number} {way}"
     return None
 
 
-def _owed(waiter: Standing, peer: int) -> str:
-    """What is owed to a rank that has sent messages, and gets as many back with the one it waits for; "" where nothing is."""
-    made = [c.op.lstrip("i") for c in waiter.rank.calls if c.is_exchange and c.ranks == (peer,)]
+def _owed(left: Standing, waiter: Standing) -> str:
+    """What `left` owes to a rank that has sent it messages, and gets as many back with the one it waits for; "" where nothing
+    is owed."""
+    made = [c.op.lstrip("i") for c in waiter.rank.calls if c.is_exchange and c.ranks == (left.rank.rank,)]
     sent = made.count("send")
     if made[-1:] != ["recv"] or sent != made.count("recv") or sent < 2:
         return ""
