@@ -266,6 +266,8 @@ def main() -> None:
         os.environ["DDPKIT_HOME"] = folder
         hang = Path(folder) / "hang.py"
         hang.write_text(HANG)
+        # The first launch of a process is cold, and torch may take longer than the stall to come from the disk.
+        ddpkit.launch(lambda: None, nproc=max(RANKS), show=False, timeout=120)
         after = {ranks: [verdict_after_s(hang, ranks) for _ in range(asked.rounds)] for ranks in RANKS}
         windows = watched_windows(Path(folder), asked.seconds)
     page = told(cost_of(1, windows), cost_of(OFTEN, windows), after, asked.rounds)
