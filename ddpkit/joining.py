@@ -15,7 +15,7 @@ _NOBODY_LISTENS = re.compile(r"connectFullMesh failed.*Connection refused", re.D
 def while_joining(joining: Sequence[Standing], at: Mapping[int, Standing], live: bool) -> Finding:
     """Ranks wait in `init_process_group`, or for its store: for one that asks elsewhere or never came, or for one too many."""
     attempt = max(s.rank.attempt for s in at.values())
-    if attempt and (refused := [n for n, s in at.items() if _nobody_listened(s.rank)]):
+    if refused := [n for n, s in at.items() if met_an_old_address(s.rank)]:
         ended = "was given the address of a process that had ended: the store kept it from the attempt before"
         return Finding((), f"In attempt {attempt + 1}, rank {refused[0]} {ended}.", "stale_addresses")
     if asked_amiss := _asked_amiss(joining, at):
@@ -58,8 +58,10 @@ def _who_waits(joining: Sequence[Standing], through: Sequence[int], where: str) 
     return f"{waits}, though {ranks_said(through).lower()} {verb(through, 'has', 'have')} come through it"
 
 
-def _nobody_listened(rank: Rank) -> bool:
-    return rank.failure is not None and bool(_NOBODY_LISTENS.search(rank.failure.message))
+def met_an_old_address(rank: Rank) -> bool:
+    """Whether a rank of a restart was refused where another one should have been."""
+    failure = rank.failure if rank.attempt else None
+    return failure is not None and bool(_NOBODY_LISTENS.search(failure.message))
 
 
 def _asked_amiss(joining: Sequence[Standing], at: Mapping[int, Standing]) -> Finding | None:

@@ -15,7 +15,7 @@ from .circle import nobody_is_missing, of_different_roots
 from .collectives import parting
 from .finding import Finding, ranks_said, undecided, verb
 from .frames import stack_frames
-from .joining import making_a_group, while_joining
+from .joining import making_a_group, met_an_old_address, while_joining
 from .mismatch import parted_at
 from .records import Rank
 from .standing import (
@@ -52,7 +52,8 @@ def find(ranks: Sequence[Rank], live: bool = False, at_ns: int | None = None) ->
         return _missed_a_barrier(named, {n: at[n] for n in group})
     joining = [s for s in at.values() if s.kind == "joining"] or _at_a_store(at)
     # A few that join once more have left a group in which the others still are.
-    if joining and not (len(joining) * 2 <= len(at) and any(_was_met(s.rank, at) for s in joining)):
+    once_more = len(joining) * 2 <= len(at) and any(_was_met(s.rank, at) for s in joining)
+    if joining and (not once_more or any(met_an_old_address(s.rank) for s in joining)):
         return while_joining(joining, {**at, **{s.rank.rank: s for s in joining}}, live)
     waiting = {n: s for n, s in at.items() if s.kind == "waiting"} or _that_poll(at)
     if not waiting:

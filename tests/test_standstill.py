@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from test_records import GAVE_UP, write_rank, write_run
 
 from ddpkit import Run, wire
+from ddpkit.culprit import judge
+from ddpkit.endings import Ending
 
 ENDED = {"exitcode": -15, "signal": "SIGTERM", "told": "SIGTERM", "told_ns": 9 * 10**9}
 WATCHDOG = (
@@ -721,3 +724,25 @@ def test_who_is_held_in_init_though_all_others_have_come_through_it_is_at_fault(
     run = Run.from_folder(tmp_path)
     assert (run.culprit, run.verdict.kind) == (1, "never_joined"), run
     assert "though ranks 0 and 2 have come through it" in run.verdict.sentence
+
+
+def test_a_restart_that_was_refused_by_an_old_address_is_nobodys_fault_though_another_rank_came_through(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path)
+    refused = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: Connection refused"
+    write_rank(tmp_path, 0, {"type": "RuntimeError", "message": refused, "at_ns": 7, "where": frame(3)})
+    wire.write_record(
+        wire.rank_folder(tmp_path, 0, 0) / wire.JOINING,
+        {"at_ns": 1, "rank": 0, "master": "", "world_size": 2, "where": frame(3)},
+    )
+    closed = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+    write_rank(tmp_path, 1, {"type": "RuntimeError", "message": closed, "at_ns": 8, "where": frame(8)})
+    evidence(tmp_path, 1, [("barrier", 8)], waits=True, within=[0, 1])
+    found = {
+        attempt: judge([replace(rank, attempt=attempt) for rank in Run.from_folder(tmp_path).ranks], Ending())
+        for attempt in (0, 1)
+    }
+    assert (found[1].culprit, found[1].kind) == (None, "stale_addresses"), found[1]
+    # In a first attempt there are no addresses of one before.
+    assert found[0].kind != "stale_addresses", found[0]
