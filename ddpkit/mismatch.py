@@ -167,8 +167,9 @@ def _line_of_the_aborted(rank: Rank) -> Frame | None:
 
 def _message_bytes(collective: Collective, ranks: int) -> int:
     """How long a message of this collective is in a job of so many ranks, 0 where its sizes are not known: gloo cuts an
-    all-reduce and a reduce into two segments or more for each rank of the group, an all-to-all and a scatter into one, and an
-    all-gather's part into two (gloo/allreduce.cc, gloo/reduce.cc, gloo/alltoall.cc, gloo/scatter.cc, gloo/allgather.cc)."""
+    all-reduce and a reduce into at least two segments for each rank of the group, each of 1 MiB at most, an all-to-all and a
+    scatter into one, and an all-gather's part into two (gloo/allreduce.cc, gloo/reduce.cc, gloo/alltoall.cc, gloo/scatter.cc,
+    gloo/allgather.cc)."""
     item = max((_BYTES.get(dtype, 0) for dtype in collective.dtypes), default=0)
     # A coalesced all-reduce is one of all its tensors.
     counted = collective.sizes if collective.op == "all_reduce" else collective.sizes[:1]
@@ -177,7 +178,7 @@ def _message_bytes(collective: Collective, ranks: int) -> int:
         # The one that is cut in bytes.
         return total // 2
     n = len(collective.ranks) or ranks
-    segments = 2 * n * max(1, math.ceil(total / _SEGMENT_BYTES / 2 / n))
+    segments = n * math.ceil(max(math.ceil(total / _SEGMENT_BYTES), 2 * n) / n)
     cut = {"all_to_all": n, "scatter": n, "all_reduce": segments, "reduce": segments}.get(collective.op, 1)
     return math.ceil(total / cut / item) * item if total else 0
 

@@ -1510,6 +1510,18 @@ CASES = [
         since_2_13=True,
     ),
     case(
+        "one of three sums a gradient of several MiB that is twice as long",
+        """
+        dist.barrier()
+        dist.all_reduce(torch.zeros(100_000 if rank == 2 else 50_000, 16))
+        """,
+        2,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 2 left the common way", "rank 1 joined all_reduce of [50000, 16] Float"),
+        since_2_13=True,
+    ),
+    case(
         "the middle stage of a pipeline takes half as many samples at a time",
         """
         batch = torch.zeros(2 if rank == 1 else 4, 8)
