@@ -127,7 +127,7 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     odd = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
     odd = odd or without_an_exchange(waiting) or with_one_more(waiting, at)
     found = (odd, BY_MOST) if odd else _across_the_groups(at) or out_of_an_exchange(waiting, at)
-    found = found or _went_astray(histories)
+    found = found or _left_its_group(waiting, at) or _went_astray(histories)
     found = found or (out_of_step(waiting, at), BY_MOST)
     if found[0]:
         ranks, how = found
@@ -135,6 +135,20 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
         kind = "all_waiting" if any(s.pairwise for s in waiting.values()) else "mismatch"
         return Finding(ranks, f"{opening}: {said}. {ranks_said(ranks)} left the common way: {how}.", kind)
     return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
+
+
+def _left_its_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
+    """The one rank of a group that went on to a collective of all, in which the ranks of no such group are, while all others
+    of it, two or more, wait for it in one of the group."""
+    of_all = {n for n, s in waiting.items() if s.collective and set(s.collective.ranks) == set(at)}
+    for joined in (s.collective for s in waiting.values() if s.collective and not s.collective.is_exchange):
+        came = {n for n, s in at.items() if any(c.key == joined.key for c in s.rank.collectives)}
+        left = set(joined.ranks) - came
+        if len(left) == 1 < len(came) and set(at) - came == of_all:
+            number = left.pop()
+            on = f"it went on to {whom_it_waits_for(waiting[number])}"
+            return (number,), f"{on}, and the others of its group still wait in {joined.name}{joined.from_line}"
+    return None
 
 
 def _went_astray(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:

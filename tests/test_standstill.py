@@ -591,6 +591,26 @@ def test_who_takes_a_group_across_those_of_the_others_is_at_fault(tmp_path: Path
     assert hung(tmp_path / "b", both, second, third, fourth).culprit is None
 
 
+def test_who_leaves_its_group_for_a_collective_of_all_is_at_fault(tmp_path: Path) -> None:
+    """A rank gives up its trial by its own loss; the others of its group train on. Rank 0, a group of its own, is done."""
+    own: Call = ("all_reduce", 5)
+    done = {"waits": True, "calls": [("all_gather", 20)], "within": [0, 1, 2, 3], "groups": [[0, 1, 2, 3], [0]]}
+    trains: dict[str, Any] = {
+        "waits": True,
+        "calls": [own, own, own],
+        "within": [1, 2, 3],
+        "groups": [[0, 1, 2, 3], [1, 2, 3]],
+    }
+    leaves = {**trains, "calls": [own, own, ("all_gather", 20)], "last_within": [0, 1, 2, 3]}
+    run = hung(tmp_path / "a", done, trains, trains, leaves)
+    assert run.culprit == 3, run
+    assert "the others of its group still wait in all_reduce #3" in run.verdict.sentence
+    # Of a group of two, either may be the one: that it left the group does not tell.
+    there, gone = ({**rank, "within": [1, 2]} for rank in (trains, leaves))
+    run = hung(tmp_path / "b", {**done, "within": [0, 1, 2]}, there, {**gone, "last_within": [0, 1, 2]})
+    assert "of its group" not in run.verdict.sentence
+
+
 def test_who_comes_long_after_all_others_had_given_up_is_at_fault_though_they_have_not_ended(tmp_path: Path) -> None:
     """They caught the timeout and save first; the late rank finds the connection closed and fails."""
 
