@@ -38,7 +38,7 @@ _WAITED = re.compile(r"Timed out waiting (\d+)ms for (?:recv|send) operation")
 _MAY_BE_PASSED_ON = {"SystemExit", "EOFError", "Empty", "TimeoutError", "KeyboardInterrupt"}
 
 # What the kernel refuses for what the process itself has or does; any other refusal may be over what ranks share.
-_OF_THE_PROCESS = {None, errno.EMFILE, errno.EFBIG, errno.EBADF}
+_OF_THE_PROCESS = {errno.EMFILE, errno.EFBIG, errno.EBADF}
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,9 @@ def _unhurt_by(first: Rank, rank: Rank) -> bool:
     failure, joined = rank.failure, {call.key for call in first.calls}
     if failed_at(rank) - failed_at(first) > TOGETHER_NS:
         return False
-    if failure is None or failure.type in (rank.signal, *_MAY_BE_PASSED_ON) or failure.errno not in _OF_THE_PROCESS:
+    if failure is None or failure.type in (rank.signal, *_MAY_BE_PASSED_ON):
+        return False
+    if failure.errno is not None and failure.errno not in _OF_THE_PROCESS:
         return False
     return not any(call.is_exchange or not call.done or call.key not in joined for call in rank.calls[-1:])
 
@@ -227,10 +229,10 @@ def _came_after_all_had_given_up(victim: Rank, ranks: Sequence[Rank]) -> Finding
 def _had_gone_on(rank: Rank, joined_ns: int, victim: Rank) -> bool:
     """Whether this rank, which had joined at `joined_ns`, waited no more when the victim lost it: it did something else, or
     had left before the victim came, and not at once."""
-    if (rank.ended_ns or 0) > failed_at(victim):
+    ended_ns = rank.ended_ns or 0
+    if ended_ns > failed_at(victim):
         return standing(rank).kind in ("busy", "idle")
-    waited_s = ((rank.ended_ns or 0) - joined_ns) / 1e9
-    return rank.exitcode == 0 and waited_s >= STILL_FROM_S
+    return rank.exitcode == 0 and (ended_ns - joined_ns) / 1e9 >= STILL_FROM_S
 
 
 def _gave_up_at(rank: Rank) -> int:

@@ -178,7 +178,7 @@ def _message_bytes(collective: Collective, ranks: int) -> int:
         # The one that is cut in bytes.
         return total // 2
     n = len(collective.ranks) or ranks
-    segments = n * math.ceil(max(math.ceil(total / _SEGMENT_BYTES), 2 * n) / n)
+    segments = n * max(2, math.ceil(total / _SEGMENT_BYTES / n))
     cut = {"all_to_all": n, "scatter": n, "all_reduce": segments, "reduce": segments}.get(collective.op, 1)
     return math.ceil(total / cut / item) * item if total else 0
 
