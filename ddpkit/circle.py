@@ -105,12 +105,12 @@ def nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing
         rest = {n: s for n, s in waiting.items() if n not in beside}
         joined = whom_it_waits_for(next(iter(rest.values())))
         sentence = f"{ranks_said(beside)} never joined {joined}; {instead(first, beside)}. {who_waits_there(rest)}"
-        return Finding(beside, sentence, "never_joined")
+        return Finding(beside, sentence, "no_key" if all(is_at_a_key(waiting[n]) for n in beside) else "never_joined")
     if (setter := _only_one_to_set_a_key(waiting, at)) is not None:
         for_it = {n: s for n, s in waiting.items() if n != setter}
         wait = f"{ranks_said(sorted(for_it))} wait{at_line(next(iter(for_it.values())))} for a key of the store"
         does = f"rank {setter}, the only one left to set it, {waiting[setter].words}{at_line(waiting[setter])}"
-        return Finding((setter,), f"{wait}; {does}.", "all_waiting")
+        return Finding((setter,), f"{wait}; {does}.", "no_key")
     return _in_a_circle(waiting, at)
 
 
@@ -131,8 +131,7 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     found = found or (out_of_step(waiting, at), BY_MOST)
     if found[0]:
         ranks, how = found
-        # A send that is left out makes no two collectives differ.
-        kind = "all_waiting" if any(s.pairwise for s in waiting.values()) else "mismatch"
+        kind = "unmatched" if any(s.pairwise for s in waiting.values()) else "mismatch"
         return Finding(ranks, f"{opening}: {said}. {ranks_said(ranks)} left the common way: {how}.", kind)
     return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
 
@@ -221,8 +220,18 @@ def _cuts(group: frozenset[int], others: set[frozenset[int]]) -> bool:
 
 
 def _odd_among_alike(histories: Mapping[int, Sequence[Collective]], at: Mapping[int, Standing]) -> tuple[int, ...]:
-    """The ranks that made another call than most, after the same calls, and wait in it, where all ranks have groups of the
-    same sizes: as in a mesh, in which each runs the same program."""
+    """The ranks that made another call than most, after the same calls, and wait in it, or are waited for in the one that most
+    made, where all ranks have groups of the same sizes: as in a mesh, in which each runs the same program."""
     alike = len({tuple(sorted(map(len, s.rank.groups))) for s in at.values()}) == 1
     odd = outvoted(histories) if alike and histories else {}
-    return tuple(odd) if all(at[n].collective is collective for n, collective in odd.items()) else ()
+    return tuple(odd) if all(at[n].collective is call or _owes(n, call, at) for n, call in odd.items()) else ()
+
+
+def _owes(number: int, made: Collective, at: Mapping[int, Standing]) -> bool:
+    """Whether another rank waits for this one in the call that it made when this one `made` another, of a collective too."""
+    turn = at[number].rank.calls.index(made)
+    return not made.is_exchange and any(
+        s.collective in s.rank.calls[turn : turn + 1] and missing_in(s, at, None) == [number]
+        for n, s in at.items()
+        if n != number
+    )

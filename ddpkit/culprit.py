@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .endings import Class, Ending, classify, common_deed, deed, failed_at, own_before, words_for
+from .collectives import Collective
+from .endings import LEAVES, Class, Ending, classify, common_deed, deed, failed_at, own_before, words_for
 from .finding import Finding, ranks_said, verb
 from .mismatch import find_parting
-from .records import Rank
+from .records import Failure, Rank
 from .standing import standing, unmoved_s
 from .standstill import find
 
@@ -35,7 +36,7 @@ STEPS_MISSED = 2
 _WAITED = re.compile(r"Timed out waiting (\d+)ms for (?:recv|send) operation")
 
 # What may come of another rank's end without a word of it: through a file, a pipe or a queue.
-_MAY_BE_PASSED_ON = {"SystemExit", "EOFError", "Empty", "TimeoutError", "KeyboardInterrupt"}
+_MAY_BE_PASSED_ON = {*LEAVES, "EOFError", "Empty", "TimeoutError", "KeyboardInterrupt"}
 
 # What the kernel refuses for what the process itself has or does; any other refusal may be over what ranks share.
 _OF_THE_PROCESS = {errno.EMFILE, errno.EFBIG, errno.EBADF}
@@ -47,7 +48,7 @@ class Verdict:
 
     `sentence` says it in a sentence or two ("" for a job that passed); `words` and `roles` tell it rank by rank.
     Roles: passed, culprit, own (failed by itself, but not the first), consequence, unknown. `kind` is passed, own, tie,
-    left_early, never_joined, straggler, mismatch, shapes_differ, stopped_process, loader_stuck, loader_dead,
+    left_early, never_joined, unmatched, no_key, straggler, mismatch, shapes_differ, stopped_process, loader_stuck, loader_dead,
     told_by_others, init_waiting, init_elsewhere, stale_addresses, all_waiting, stuck, busy, silent, agent_killed, agent_failed,
     peer_lost, gave_up, ended, timed_out or unknown.
     """
@@ -61,7 +62,7 @@ class Verdict:
 
 def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
     """The verdict over one attempt of a job."""
-    classes = {r.rank: classify(r) for r in ranks}
+    classes = {r.rank: "gave_up" if _ended_its_own_wait(r, ranks) else classify(r) for r in ranks}
     culprit, sentence, kind = _find(ranks, classes, ending)
     at_fault = _as_ranks(culprit, ranks)
     words = {r.rank: words_for(r, classes[r.rank], ending, kind, r.rank in at_fault) for r in ranks}
@@ -110,6 +111,27 @@ def _find(ranks: Sequence[Rank], classes: Mapping[int, Class], ending: Ending) -
         return None, f"Nothing says how {ranks_said(lost).lower()} ended, {parent}.", "unknown"
     unclear = "No rank failed by itself, and how they ended is not fully recorded: the culprit cannot be told."
     return None, unclear, "unknown"
+
+
+def _ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
+    """Whether this rank was left by a guard of the program's own, a thread that calls `os._exit` or a limit for asking whether
+    a collective is over, while it waited in vain for a rank that had not joined by then."""
+    at, failure = standing(rank), rank.failure
+    if failure is None or not (failure.type in LEAVES or "Timeout" in failure.type) or classify(rank) != "own":
+        return False
+    if at.pairwise:
+        began = rank.calls[-1] if rank.calls and rank.calls[-1].is_exchange else None
+        return failure.by_thread and began is not None and _s_before(failure, began) >= STILL_FROM_S
+    waits_in = at.collective
+    if waits_in is None or _s_before(failure, waits_in) < STILL_FROM_S:
+        return False
+    others = [r for r in ranks if r is not rank and (not waits_in.ranks or r.rank in waits_in.ranks)]
+    came = [r for r in others if any(c.key == waits_in.key and c.at_ns < failure.at_ns for c in r.collectives)]
+    return len(came) < len(others)
+
+
+def _s_before(failure: Failure, call: Collective) -> float:
+    return (failure.at_ns - call.at_ns) / 1e9
 
 
 def _as_found(finding: Finding, ranks: Sequence[Rank], more: str = "") -> Found:
@@ -169,9 +191,10 @@ def _spoke_within(by_time: Sequence[Rank], until_ns: int) -> Rank | None:
 
     A program that catches the loss of a peer and leaves by `os._exit(1)` can be gone before the peer has quite ended.
     """
-    if by_time[0].failure is not None:
+    told = [rank for rank in by_time if rank.failure and (rank.failure.type != "os._exit" or rank.failure.chain)]
+    if by_time[0] in told:
         return None
-    return next((rank for rank in by_time if rank.failure is not None and failed_at(rank) <= until_ns), None)
+    return next((rank for rank in told if failed_at(rank) <= until_ns), None)
 
 
 def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[int, Class]) -> Found:

@@ -53,6 +53,9 @@ _PARTED = re.compile(
     r"|DDP expects same model across all ranks"
 )
 
+# By what a program leaves with an exit code of its own, as the record of it is called, and as it is written.
+LEAVES = {"SystemExit": "sys.exit", "os._exit": "os._exit"}
+
 # What a program catches in the ordinary course of things, and goes on.
 _ORDINARY = {"StopIteration", "KeyError", "Empty"}
 
@@ -127,9 +130,9 @@ def deed(rank: Rank) -> str:
     place = f" ({failure.line_text})" if failure.line_text else ""
     if rank.signal and failure.type == rank.signal:
         return _killed(rank) + place
-    if failure.type == "SystemExit":
+    if leaves := LEAVES.get(failure.type):
         handled = f", while it handled {': '.join(filter(None, failure.chain[0])).rstrip('.')}" if failure.chain else ""
-        return f"left by sys.exit, {stable(failure.message).strip()}{place}{stable(handled)}"
+        return f"left by {leaves}, {stable(failure.message).strip()}{place}{stable(handled)}"
     return f"raised {failure.text.rstrip('.')}{place}"
 
 
@@ -138,6 +141,8 @@ def common_deed(ranks: Sequence[Rank]) -> str:
     first, failure = ranks[0], ranks[0].failure
     if failure is None or len({r.failure.text for r in ranks if r.failure}) == 1:
         return deed(first)
+    if failure.type in LEAVES:
+        return f"left, rank {first.rank} so: {deed(first)}"
     return f"raised {failure.type}, rank {first.rank} this: {deed(first).removeprefix('raised ')}"
 
 
@@ -177,8 +182,8 @@ def _words_of_told(rank: Rank, ending: Ending) -> str:
 
 def plain_words(rank: Rank) -> str:
     """What happened to the rank, without saying whose fault it was."""
-    if rank.failure and rank.failure.type == "SystemExit":
-        return f"left by sys.exit, exit code {rank.exitcode}"
+    if rank.failure and (leaves := LEAVES.get(rank.failure.type)):
+        return f"left by {leaves}, exit code {rank.exitcode}"
     if rank.failure and rank.failure.type != rank.signal:
         return f"raised {rank.failure.type}"
     if rank.signal:

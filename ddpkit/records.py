@@ -16,11 +16,12 @@ from .stable import shortened, stable
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed by itself: an uncaught exception, `sys.exit` with a text or code, or a fatal signal.
+    """How a rank failed by itself: an uncaught exception, `sys.exit` with a text or code, `os._exit`, or a fatal signal.
 
     `at_ns` is the wall clock in nanoseconds, taken before the rank cleaned up; `chain` holds what the exception was
     raised from, nearest first, as (type, message); `where` is the innermost line of the user's own code; `at_fault` are the
-    ranks that the exception itself names, () for nearly all.
+    ranks that the exception itself names, () for nearly all. `by_thread`: another thread than the main one called `os._exit`,
+    while the main one was in `frames`.
     """
 
     at_ns: int
@@ -32,6 +33,7 @@ class Failure:
     chain: tuple[tuple[str, str], ...] = ()
     errno: int | None = None
     at_fault: tuple[int, ...] = ()
+    by_thread: bool = False
 
     @property
     def line_text(self) -> str:
@@ -307,6 +309,7 @@ def _failure(record: dict[str, Any]) -> Failure:
         chain=tuple((c["type"], c["message"]) for c in record["chain"]),
         at_fault=tuple(record.get("at_fault", ())),
         errno=record.get("errno"),
+        by_thread=record.get("by_thread", False),
     )
 
 

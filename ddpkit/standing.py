@@ -228,6 +228,13 @@ def is_at_a_key(standing: Standing) -> bool:
     return standing.place is not None and _STORE.search(standing.place.source) is not None
 
 
+def kind_of_wait(standing: Standing) -> str:
+    """The kind of a finding about a rank that never came to what this one waits in."""
+    if is_at_a_key(standing):
+        return "no_key"
+    return "unmatched" if standing.pairwise and peers(standing) else "never_joined"
+
+
 def whom_it_waits_for(waiter: Standing) -> str:
     if waiter.collective:
         return f"{waiter.collective.name}{waiter.collective.from_line}"

@@ -25,6 +25,7 @@ from .standing import (
     instead,
     is_at_a_key,
     is_in,
+    kind_of_wait,
     missing_in,
     standings,
     who_waits_there,
@@ -148,7 +149,7 @@ def _among_waiting(
     joined = "has not joined" if live else "never joined"
     does = f"{instead(first, ranks)}{', which is over for the others' if _is_over_elsewhere(first, at) else ''}"
     kinds = {"left": "left_early", "loading": _of_a_loader(first), "late": "straggler"}
-    kind = kinds.get(first.kind, "never_joined")
+    kind = kinds.get(first.kind) or kind_of_wait(waiting[nearest])
     if first.kind == "late":
         joined, does = "came too late to", "the others had given up by then"
     sentence = f"{ranks_said(ranks)} {joined} {what}; {does}. {who_waits_there(waiting)}{_helper(first)}"

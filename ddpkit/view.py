@@ -376,7 +376,7 @@ def _ended_rank(rank: Any, row: RankRow, revealed: bool) -> list[Any]:
         words = row.words if row.silent_s is not None else rank.words
         return [rank.rank, rank.role, words, type_, message[:4_000], line, peak]
     passed = getattr(rank, "exitcode", None) == 0 or rank.role == "passed"
-    words = "passed" if passed else f"raised {type_}" if type_ and not type_.startswith("SIG") else rank.words
+    words = "passed" if passed else f"raised {type_}" if type_ and not type_.startswith(("SIG", "os.")) else rank.words
     return [rank.rank, "passed" if passed else "failed", words.split(": a consequence")[0], "", "", "", peak]
 
 

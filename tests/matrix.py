@@ -161,6 +161,23 @@ CASES = [
         says=("Rank 3 left the common way", "as nobody else ever did"),
     ),
     hang(
+        "in the first step on a mesh a rank skips a sum of its row, and comes through that of its column",
+        """
+        rows, columns = ([dist.new_group(g) for g in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+        row, column = rows[rank // 2], columns[rank % 2]
+        dist.all_reduce(torch.ones(4), group=row)
+        if rank != 2:
+            dist.all_reduce(torch.ones(1), group=row)
+        dist.all_reduce(torch.ones(4), group=column)
+        dist.all_reduce(torch.ones(1))
+        """,
+        2,
+        "collective_mismatch",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 2 left the common way",),
+    ),
+    hang(
         "of two pairs of ranks, one rank of the second never joins its pair",
         """
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -425,6 +442,23 @@ CASES = [
         init=IMPATIENT,
         since_2_13=True,
         says=("Rank 1 came too late to all_reduce #4",),
+    ),
+    case(
+        "ranks that wait for one who polls are ended by a guard of their own",
+        """
+        import threading
+        if rank == 1:
+            while not os.path.exists("/nowhere/next_epoch"):
+                time.sleep(0.05)
+        guard = threading.Timer(4, os._exit, [17])
+        guard.start()
+        dist.all_reduce(torch.ones(1))
+        """,
+        1,
+        "skipped_collective",
+        nproc=3,
+        since_2_13=True,
+        says=("Rank 1 never joined all_reduce #4", "time.sleep(0.05)"),
     ),
     case(
         "sizes differ, gloo aborts",
@@ -786,7 +820,7 @@ CASES = [
         dist.barrier()
         """,
         1,
-        "skipped_collective",
+        "unmatched_send_recv",
         nproc=3,
         says=("Rank 1 never joined what rank 0 waits for", "it sits at"),
         since_2_13=True,
@@ -804,7 +838,7 @@ CASES = [
                 dist.isend(x, rank + 1).wait()
         """,
         1,
-        "skipped_collective",
+        "unmatched_send_recv",
         nproc=4,
         since_2_13=True,
         says=("Rank 1 never joined what rank 0 waits for", "time.sleep(3600)"),
@@ -821,7 +855,7 @@ CASES = [
                 work.wait()
         """,
         2,
-        "skipped_collective",
+        "unmatched_send_recv",
         nproc=4,
         since_2_13=True,
         says=("Rank 2 never joined what rank", "time.sleep(3600)"),
@@ -858,7 +892,7 @@ CASES = [
         dist.barrier()
         """,
         2,
-        "everyone_waits",
+        "unmatched_send_recv",
         nproc=4,
         says=("rank 0 waits at", "Rank 2 left the common way", "most ranks came to another one"),
         since_2_13=True,
@@ -879,7 +913,7 @@ CASES = [
             dist.barrier()
         """,
         1,
-        "everyone_waits",
+        "unmatched_send_recv",
         nproc=3,
         says=("Rank 1 left the common way", "has passed on 0 of 1 messages that came to it from rank 0"),
         since_2_13=True,
@@ -898,7 +932,7 @@ CASES = [
             dist.barrier()
         """,
         0,
-        "everyone_waits",
+        "unmatched_send_recv",
         nproc=3,
         says=("Rank 0 left the common way: from recv with rank 2", "it came to recv with rank 1"),
         since_2_13=True,
@@ -1358,7 +1392,7 @@ CASES = [
         dist.barrier()
         """,
         2,
-        "skipped_collective",
+        "store_key_never_set",
         nproc=3,
         says=("Rank 2 never joined barrier #4", "it waits at line 14: classes = store.get("),
         since_2_13=True,
@@ -1374,7 +1408,7 @@ CASES = [
                 dist.send(torch.ones(8), dst=0)
         """,
         2,
-        "everyone_waits",
+        "unmatched_send_recv",
         nproc=4,
         says=("Rank 2 left the common way: after the same calls most ranks came to another one",),
         since_2_13=True,
@@ -1438,7 +1472,7 @@ CASES = [
         dist.barrier()
         """,
         1,
-        "everyone_waits",
+        "store_key_never_set",
         nproc=3,
         says=("Ranks 0 and 2 wait at line 13: store.wait", "rank 1, the only one left to set it, waits in barrier #4"),
         since_2_13=True,
@@ -1548,7 +1582,7 @@ CASES = [
             dist.all_reduce(own)
         """,
         1,
-        "everyone_waits",
+        "unmatched_send_recv",
         nproc=4,
         says=("Rank 1 left the common way",),
         since_2_13=True,

@@ -132,7 +132,7 @@ ALLOWED: dict[str, set[str]] = {
     "evidence": {"catalog", "diagnosis", "culprit", "endings", "standing", "frames", "records", "stable"},
     "diagnosis": {"catalog", "culprit", "records", "stable", "wire"},
     "catalog": set(),
-    "culprit": {"endings", "standing", "standstill", "mismatch", "finding", "records"},
+    "culprit": {"collectives", "endings", "standing", "standstill", "mismatch", "finding", "records"},
     "endings": {"records", "stable"},
     "standstill": {"standing", "circle", "joining", "mismatch", "finding", "collectives", "frames", "records"},
     "circle": {"standing", "joining", "exchanges", "finding", "collectives", "frames"},

@@ -634,6 +634,8 @@ def test_a_wrong_address_explains_the_rank_that_waited_for_it(tmp_path: Path) ->
     [
         ("left_early", 1, "early_exit", "certain"),
         ("never_joined", 1, "skipped_collective", "certain"),
+        ("unmatched", 1, "unmatched_send_recv", "certain"),
+        ("no_key", 1, "store_key_never_set", "certain"),
         ("mismatch", None, "collective_mismatch", "likely"),
         ("stopped_process", 1, "stopped_process", "certain"),
         ("loader_stuck", 1, "loader_worker_stuck", "certain"),

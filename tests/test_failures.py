@@ -182,7 +182,22 @@ def test_sys_exit_with_a_text_is_a_failure_with_that_text(script: Callable[..., 
 def test_an_exit_code_without_an_exception_is_kept(script: Callable[..., str]) -> None:
     run = launch(script(PREAMBLE + "if rank == 1: os._exit(7)\ndist.all_reduce(torch.ones(3))\n"))
     assert (run.culprit, run.ranks[1].exitcode) == (1, 7)
-    assert "exited with code 7" in str(run)
+    assert "Rank 1 left by os._exit, exit code 7 (line 5: if rank == 1: os._exit(7))" in str(run)
+    assert run.diagnosis is not None and run.diagnosis.name == "exit_code"
+
+
+def test_os_exit_within_a_handler_tells_what_was_handled(script: Callable[..., str]) -> None:
+    body = "try:\n    if rank == 1: raise ValueError('a bad shard')\n    dist.all_reduce(torch.ones(3))\n"
+    run = launch(script(f"{PREAMBLE}{body}except (ValueError, RuntimeError):\n    os._exit(3)\n"))
+    assert run.culprit == 1
+    assert "while it handled ValueError: a bad shard" in run.verdict.sentence
+    assert run.ranks[0].exitcode != 0
+
+
+def test_os_exit_with_0_is_an_early_exit_with_its_line(script: Callable[..., str]) -> None:
+    run = launch(script(PREAMBLE + "if rank == 1:\n    os._exit(0)\ndist.all_reduce(torch.ones(3))\n"))
+    assert (run.culprit, run.ranks[1].exitcode) == (1, 0)
+    assert "left early with exit code 0 at line 6: os._exit(0)" in run.verdict.sentence
 
 
 def test_stop_ends_a_job_blocked_in_cpp(script: Callable[..., str]) -> None:

@@ -274,7 +274,7 @@ def test_a_receive_more_than_in_the_turns_before_is_one_too_many(tmp_path: Path)
     receives = {"calls": [("barrier", 5)] * 3, "waits": True, "line": 20, "peer": 1}
     received = [(turn, "recv", 3, 1) for turn in range(4)]
     run = hung(tmp_path, {**receives, "exchanged": [*received, (3, "recv", 20, 1)]}, sends, sends)
-    assert (run.culprit, run.verdict.kind) == (0, "all_waiting")
+    assert (run.culprit, run.verdict.kind) == (0, "unmatched")
     assert "from recv with rank 1 (line 3: x3()) it came to recv with rank 1 (line 20" in run.verdict.sentence
 
 
@@ -500,7 +500,7 @@ def test_who_leaves_an_exchange_one_message_short_is_at_fault(tmp_path: Path) ->
     last = {"calls": [("barrier", 9)], "waits": True, "within": [0, 1, 2], "exchanged": exchanged[2]}
     stages = [{**stage, "peer": n + 1, "exchanged": exchanged[n]} for n in (0, 1)]
     run = hung(tmp_path / "short", *stages, last)
-    assert (run.culprit, run.verdict.kind) == (2, "all_waiting")
+    assert (run.culprit, run.verdict.kind) == (2, "unmatched")
     assert "rank 1 has sent it 3 messages, has 2 back, and waits for one more" in run.verdict.sentence
     # With as many back as were sent, rank 1 waits for one too many, for all that is known.
     stages[1]["exchanged"] = [*exchanged[1], (0, "send", 8, 0), (0, "recv", 7, 2)]
@@ -543,7 +543,7 @@ def test_who_goes_on_while_two_wait_to_exchange_with_it_is_at_fault(tmp_path: Pa
     middle = {"calls": [("all_reduce", 9)], "waits": True, "within": [0, 1, 2]}
     first, last = ({**stage, "exchanged": [(0, op, 6, 1)]} for op in ("send", "recv"))
     run = hung(tmp_path, first, {**middle, "exchanged": [(0, "recv", 5, 0), (0, "send", 6, 2)]}, last)
-    assert (run.culprit, run.verdict.kind) == (1, "all_waiting")
+    assert (run.culprit, run.verdict.kind) == (1, "unmatched")
     assert "ranks 0 and 2 still wait to exchange with it" in run.verdict.sentence
 
 
@@ -555,7 +555,7 @@ def test_who_waits_to_exchange_with_two_that_do_not_is_at_fault(tmp_path: Path) 
     record = wire.rank_folder(tmp_path, 0, 3) / wire.COLLECTIVES
     wire.write_record(record, {**(wire.read_record(record) or {}), "requested": [0, 1]})
     run = Run.from_folder(tmp_path)
-    assert (run.culprit, run.verdict.kind) == (3, "all_waiting")
+    assert (run.culprit, run.verdict.kind) == (3, "unmatched")
 
 
 def test_who_has_one_exchange_less_than_in_every_round_before_is_at_fault(tmp_path: Path) -> None:

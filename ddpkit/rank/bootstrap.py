@@ -17,6 +17,7 @@ import atexit  # noqa: E402
 import builtins  # noqa: E402
 import contextlib  # noqa: E402
 import faulthandler  # noqa: E402
+import functools  # noqa: E402
 import importlib.util  # noqa: E402
 import signal  # noqa: E402
 import threading  # noqa: E402
@@ -85,7 +86,7 @@ def leave(code: int) -> NoReturn:
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(code & 0xFF)
+    failure.leave_at_once(code & 0xFF)
 
 
 def arm(warm: bool) -> None:
@@ -100,6 +101,7 @@ def arm(warm: bool) -> None:
     sys.excepthook = failure.print_uncaught
     sys.breakpointhook = failure.no_keyboard
     builtins.input = failure.no_keyboard
+    _have_os_exit_told()
     observe.arm()
     steps.arm()
     with contextlib.suppress(OSError):
@@ -116,6 +118,24 @@ def _be_child_of_torchrun(agent: str) -> None:
     keeper, parent = os.getppid(), os.getppid
     if agent:
         os.getppid = lambda: int(agent) if parent() == keeper else parent()
+
+
+def _have_os_exit_told() -> None:
+    """Have `os._exit` write down from where it is called: nothing that runs later could, as nothing does."""
+
+    @functools.wraps(os._exit)
+    def told(status: int) -> NoReturn:
+        with contextlib.suppress(Exception):
+            if failure.own_folder() is None:
+                pass
+            elif status:
+                failure.note_os_exit(status)
+                collectives.note()
+            else:
+                say_finished(failure.called_from())
+        failure.leave_at_once(status)
+
+    os._exit = told
 
 
 def started(warm: bool) -> dict[str, object]:

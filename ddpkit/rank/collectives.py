@@ -14,7 +14,6 @@ import pickle
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,7 +25,8 @@ from .around import about_rank, choice, loops
 # The rest of a long record is read by nobody, and the frames of one entry take ten times the room of its numbers.
 MOST_PLACES = 64
 
-_lock = threading.Lock()
+# A signal's handler may end a rank that is writing them down.
+_lock = threading.RLock()
 _listening_pid = 0
 _members: dict[str, list[int]] = {}
 
@@ -42,7 +42,7 @@ def say_joining(asked: Mapping[str, Any]) -> None:
     env, by = os.environ, asked.get("init_method") or "env://"
     record = {
         "at_ns": time.time_ns(),
-        "where": _called_from(),
+        "where": failure.called_from(),
         "master": f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}"
         if by == "env://"
         else _without_scheme(by),
@@ -56,12 +56,6 @@ def say_joining(asked: Mapping[str, Any]) -> None:
 def _without_scheme(init_method: str) -> str:
     """`host:port` of `tcp://host:port?rank=0`; anything else as it is."""
     return init_method.removeprefix("tcp://").partition("?")[0] if init_method.startswith("tcp://") else init_method
-
-
-def _called_from() -> dict[str, Any] | None:
-    """The user's own line that this thread is in, as a record."""
-    calls = traceback.walk_stack(sys._getframe(1))
-    return _place([{"filename": f.f_code.co_filename, "line": line, "name": f.f_code.co_name} for f, line in calls])
 
 
 def listen() -> None:

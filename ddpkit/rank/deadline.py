@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import sys
 import threading
 import time
@@ -104,7 +103,7 @@ class Deadline:
             time.sleep(AFTER_YOU_S)
         failure.note(error)
         # The main thread may be in a collective for ever; nothing but the process' end gets it out of there.
-        os._exit(1)
+        failure.leave_at_once(1)
 
     def _positions(self) -> dict[int, Position]:
         """Where this rank is, and where those are that say so in time."""

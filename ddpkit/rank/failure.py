@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import sysconfig
+import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from ddpkit import wire
@@ -18,6 +21,8 @@ _ranks_own_pid = 0
 _ranks_own_folder: Path | None = None
 _spare: int | None = None
 _first_seen: dict[int, int] = {}
+# As it was before a rank's own tells from where it was called.
+leave_at_once = os._exit
 
 
 def note(error: BaseException) -> None:
@@ -30,11 +35,38 @@ def note(error: BaseException) -> None:
     if folder is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return
     at_ns = _first_seen.setdefault(id(error), time.time_ns())
+    _write(folder, lambda: {"at_ns": at_ns, **described(error)})
+
+
+def note_os_exit(status: int) -> None:
+    """Write down an `os._exit(status)` that this thread is about to call, and the exception that it handles, if any.
+
+    A thread of the program's own may end the rank while the main thread waits; `frames` say where that was.
+    """
+    folder, main = own_folder(), threading.main_thread()
+    if folder is None:
+        return
+    handled = sys.exc_info()[1]
+    seen_ns = _first_seen.get(id(handled)) if handled else None
+    record = {
+        "at_ns": seen_ns or time.time_ns(),
+        "type": "os._exit",
+        "message": f"exit code {status}",
+        "chain": _as_chain([handled, *_chain(handled)] if handled else []),
+        "traceback": "",
+        "frames": _stack(sys._current_frames().get(main.ident or 0)),
+        "where": called_from(),
+        "by_thread": threading.current_thread() is not main,
+    }
+    _write(folder, lambda: record)
+
+
+def _write(folder: Path, described_as: Callable[[], dict[str, Any]]) -> None:
     _hand_back_the_spare()
     for _attempt in range(2):
         # torch's handler of SIGCHLD raises, for a loader's worker that died, in whatever the rank runs just then.
         with contextlib.suppress(Exception):
-            wire.write_record(folder / wire.FAILURE, {"at_ns": at_ns, **described(error)})
+            wire.write_record(folder / wire.FAILURE, described_as())
             return
 
 
@@ -69,10 +101,10 @@ def described(error: BaseException) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "message": message[:20_000],
-        "chain": [{"type": type(e).__name__, "message": _text_of(e)[:2_000]} for e in _chain(error)],
+        "chain": _as_chain(_chain(error)),
         "traceback": _printed(whole)[-40_000:],
         "frames": frames,
-        "where": next((f for f in reversed(frames) if f["own"]), frames[-1] if frames else _syntax_error_place(error)),
+        "where": _innermost_own(frames) or (frames[-1] if frames else _syntax_error_place(error)),
         "errno": getattr(error, "errno", None),
         # What the ranks found out together names those at fault; the others raise it too, as a consequence.
         "at_fault": list(getattr(error, "at_fault", ())),
@@ -101,6 +133,22 @@ def _own_traceback(traceback: TracebackType | None) -> list[Any]:
     import traceback as tb
 
     return list(tb.extract_tb(trimmed(traceback)))
+
+
+def _stack(frame: FrameType | None) -> list[dict[str, Any]]:
+    """The frames of a thread, outermost first, without those of ddpkit."""
+    import traceback as tb
+
+    return [_frame(f) for f in tb.extract_stack(frame) if not _is_ddpkits(f.filename)]
+
+
+def called_from() -> dict[str, Any] | None:
+    """The user's own line that this thread is in, as a record."""
+    return _innermost_own(_stack(sys._getframe(1)))
+
+
+def _innermost_own(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return next((f for f in reversed(frames) if f["own"]), None)
 
 
 def _printed(error: BaseException) -> str:
@@ -140,6 +188,10 @@ def _chain(error: BaseException) -> list[BaseException]:
         if at is not None:
             found.append(at)
     return found
+
+
+def _as_chain(errors: list[BaseException]) -> list[dict[str, str]]:
+    return [{"type": type(e).__name__, "message": _text_of(e)[:2_000]} for e in errors]
 
 
 def _text_of(error: BaseException) -> str:
