@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .collectives import Collective, outvoted, strayed
-from .exchanges import out_of_an_exchange, out_of_step, with_one_more, without_an_exchange
+from .exchanges import out_of_an_exchange, out_of_step, too_few_in_a_row, with_one_more, without_an_exchange
 from .finding import Finding, Odd, against_most, ranks_said, verb
 from .frames import Frame
 from .joining import of_another_size
@@ -18,6 +18,7 @@ from .standing import (
     Standing,
     at_line,
     each,
+    for_a_key,
     instead,
     is_at_a_key,
     missing_in,
@@ -108,7 +109,8 @@ def nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing
         return Finding(beside, sentence, "no_key" if all(is_at_a_key(waiting[n]) for n in beside) else "never_joined")
     if (setter := _only_one_to_set_a_key(waiting, at)) is not None:
         for_it = {n: s for n, s in waiting.items() if n != setter}
-        wait = f"{ranks_said(sorted(for_it))} wait{at_line(next(iter(for_it.values())))} for a key of the store"
+        key = for_a_key(list(for_it.values())) or " for a key of the store"
+        wait = f"{ranks_said(sorted(for_it))} wait{key}{at_line(next(iter(for_it.values())))}"
         does = f"rank {setter}, the only one left to set it, {waiting[setter].words}{at_line(waiting[setter])}"
         return Finding((setter,), f"{wait}; {does}.", "no_key")
     return _in_a_circle(waiting, at)
@@ -127,11 +129,13 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     odd = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
     odd = odd or without_an_exchange(waiting) or with_one_more(waiting, at)
     found = (odd, BY_MOST) if odd else _across_the_groups(at) or out_of_an_exchange(waiting, at)
-    found = found or _left_its_group(waiting, at) or _went_astray(histories)
+    found = found or too_few_in_a_row(waiting) or _left_its_group(waiting, at) or _went_astray(histories)
+    at_a_key = any(map(is_at_a_key, waiting.values()))
+    found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
     found = found or (out_of_step(waiting, at), BY_MOST)
     if found[0]:
         ranks, how = found
-        kind = "unmatched" if any(s.pairwise for s in waiting.values()) else "mismatch"
+        kind = "no_key" if at_a_key else "unmatched" if any(s.pairwise for s in waiting.values()) else "mismatch"
         return Finding(ranks, f"{opening}: {said}. {ranks_said(ranks)} left the common way: {how}.", kind)
     return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
 

@@ -105,14 +105,23 @@ class Collective:
 
 def read_exchanges(path: Path) -> tuple[Collective, ...]:
     """The sends and receives in the record at `path`, oldest first, each as a call of this rank and its peer."""
+    return _calls(path, "exchanged", "")
+
+
+def read_keyed(path: Path) -> tuple[Collective, ...]:
+    """The calls of a store in the record at `path`, oldest first, as of a group of its own."""
+    return _calls(path, "keyed", "store")
+
+
+def _calls(path: Path, name: str, group: str) -> tuple[Collective, ...]:
     record = wire.read_record(path) or {}
     return tuple(
         Collective(
             seq=number,
             op=entry["op"],
-            group="",
-            group_name="",
-            ranks=() if entry["peer"] is None else (entry["peer"],),
+            group=group,
+            group_name=group,
+            ranks=() if entry.get("peer") is None else (entry["peer"],),
             sizes=(),
             dtypes=(),
             at_ns=entry["at_ns"],
@@ -120,7 +129,7 @@ def read_exchanges(path: Path) -> tuple[Collective, ...]:
             where=Frame(**entry["where"]) if entry["where"] else None,
             message_bytes=entry.get("bytes", 0),
         )
-        for number, entry in enumerate(record.get("exchanged", []), 1)
+        for number, entry in enumerate(record.get(name, []), 1)
     )
 
 

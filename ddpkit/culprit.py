@@ -35,6 +35,8 @@ STEPS_MISSED = 2
 
 _WAITED = re.compile(r"Timed out waiting (\d+)ms for (?:recv|send) operation")
 
+_CLOSED_BY_A_TIMEOUT = "Application timeout caused pair closure"
+
 # What may come of another rank's end without a word of it: through a file, a pipe or a queue.
 _MAY_BE_PASSED_ON = {*LEAVES, "EOFError", "Empty", "TimeoutError", "KeyboardInterrupt"}
 
@@ -204,7 +206,8 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
         return named[0] if len(named) == 1 else named, f"Rank {victim.rank} {deed(victim)}.", "told_by_others"
     met = "lost its peer" if classes[victim.rank] == "peer_lost" else "gave up waiting"
     where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
-    finding = find(ranks, at_ns=_gave_up_at(victim) if classes[victim.rank] == "gave_up" else None)
+    finding = _had_given_up_before(victim, ranks)
+    finding = finding or find(ranks, at_ns=_gave_up_at(victim) if classes[victim.rank] == "gave_up" else None)
     raised = {rank.rank: earlier for rank in hurt if (earlier := own_before(rank))}
     if len(raised) == 1 and (not finding or finding.ranks in ((), tuple(raised))):
         number, earlier = raised.popitem()
@@ -256,6 +259,23 @@ def _had_gone_on(rank: Rank, joined_ns: int, victim: Rank) -> bool:
     if ended_ns > failed_at(victim):
         return standing(rank).kind in ("busy", "idle")
     return rank.exitcode == 0 and (ended_ns - joined_ns) / 1e9 >= STILL_FROM_S
+
+
+def _had_given_up_before(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:
+    """Who came too late to a collective that the victim had given up before, and caught that: gloo has closed the connections
+    of that group then, and whatever else is begun in it fails at once."""
+    last = standing(victim).collective
+    if last is None or victim.failure is None or _CLOSED_BY_A_TIMEOUT not in victim.failure.message:
+        return None
+    before = [c for c in victim.collectives if (c.group, c.setup) == (last.group, last.setup) and c.seq < last.seq]
+    for given_up in reversed(before):
+        joined = {r.rank: c.at_ns for r in ranks for c in r.collectives if c.key == given_up.key}
+        late = {n: (at_ns - given_up.at_ns) / 1e9 for n, at_ns in joined.items()}
+        if too_late := tuple(sorted(n for n, seconds in late.items() if seconds >= STILL_FROM_S)):
+            came = f"came to {given_up.name}{given_up.from_line} {max(late.values()):.0f} s after the others"
+            closed = "who had given up waiting by then; what they begin after that in this group fails at once"
+            return Finding(too_late, f"{ranks_said(too_late)} {came}, {closed}.", "straggler")
+    return None
 
 
 def _gave_up_at(rank: Rank) -> int:

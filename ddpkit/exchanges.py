@@ -136,6 +136,30 @@ def _in_rounds(standing: Standing, peer: int, op: str = "") -> list[int]:
     return rounds if standing.pairwise else rounds[:-1]
 
 
+def too_few_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
+    """The rank that went over from receiving of another to sending to it, or the other way round, one message sooner than ever
+    before, while that one has made as many in a row as ever."""
+    for number, waiter in waiting.items():
+        for left in peers(waiter) if waiter.pairwise else ():
+            made = _in_a_row(waiting[left], number) if left in waiting else []
+            awaited = _in_a_row(waiter, left)
+            if not made or not awaited or made[-1][0] == {"send": "recv", "recv": "send"}[awaited[-1][0]]:
+                continue
+            theirs = [times for op, times in awaited if op == awaited[-1][0]]
+            own = [times for op, times in made if op != awaited[-1][0]]
+            if len(own) > 1 and {*own[:-1], *theirs} == {own[-1] + 1}:
+                return (
+                    left,
+                ), f"rank {number} waits for exchange {theirs[-1]} of {theirs[-1]} in a row with it, as ever before"
+    return None
+
+
+def _in_a_row(standing: Standing, peer: int) -> list[tuple[str, int]]:
+    """How many times in a row this rank has sent to `peer` or received of it, in turn."""
+    with_it = [c.op.lstrip("i") for c in standing.rank.calls if c.is_exchange and c.ranks == (peer,)]
+    return [(op, len(list(row))) for op, row in itertools.groupby(with_it)]
+
+
 def out_of_step(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
     """The one rank that came to a send or receive while most came to a collective, or the other way round, where all had
     exchanged before and come to a collective after it, each with as many exchanges as the others: as in a ring, or in pairs."""

@@ -60,7 +60,7 @@ def _by_length(ranks: Sequence[Rank]) -> Finding | None:
     """Who differs where gloo aborted a rank for a message that was too long for it, and another rank's send was so long: the
     lengths of what each sent to it last, or of that send, and of the room that it had. Where one rank alone has sent it
     messages, those to whom the same rank sent as long a one, and who had room for it, tell too; and so do those who wait to
-    receive from others at the line of the aborted rank."""
+    receive from others at the line of the aborted rank, and those who send to others what had been as long as its own before."""
     for aborted in ranks:
         found = _TOO_LONG.search(aborted.stderr)
         if aborted.collectives or not found:
@@ -75,11 +75,13 @@ def _by_length(ranks: Sequence[Rank]) -> Finding | None:
             r.rank: came for r in ranks for s in senders for c in _exchanged(r, "recv", s) if c.message_bytes == came
         }
         there = _room_at(_line_of_the_aborted(aborted), ranks)
+        beside = {n: b for s in senders for n, b in _sent_beside(s, aborted.rank, ranks).items() if n not in received}
         said = [f"rank {n} sent {length}" for n, length in sorted(sent.items())]
         said += [f"rank {n} received {length}" for n, length in sorted(received.items())]
+        said += [f"rank {n} sent {length} from that line" for n, length in sorted(beside.items())]
         said += [f"rank {n} has room for {length} at that line" for n, length in sorted(there.items())]
         opening = f"Messages and room are of different lengths: rank {aborted.rank} had room for {room} bytes, "
-        lengths = {**there, aborted.rank: room, **sent, **received}
+        lengths = {**beside, **there, aborted.rank: room, **sent, **received}
         return against_most(lengths, f"{opening}{', '.join(said)}.", "mismatch")
     return None
 
@@ -87,6 +89,18 @@ def _by_length(ranks: Sequence[Rank]) -> Finding | None:
 def _exchanged(rank: Rank, op: str, peer: int) -> list[Collective]:
     """What this rank has sent to that one, or received from it."""
     return [c for c in rank.calls if op in c.op and c.is_exchange and peer in c.ranks]
+
+
+def _sent_beside(sender: int, aborted: int, ranks: Sequence[Rank]) -> dict[int, int]:
+    """How many bytes each other rank has sent from the line of the sender's last message to the aborted rank, when for the first
+    time they did not send as many from there; empty where that was the first time of all."""
+    line = next((_exchanged(r, "send", aborted)[-1].where for r in ranks if r.rank == sender), None)
+    sends = {r.rank: [c for c in r.calls if c.is_exchange and "send" in c.op] for r in ranks if r.rank != aborted}
+    lengths = {n: [c.message_bytes for c in calls if same_line(c.where, line)] for n, calls in sends.items()}
+    for time, sent in enumerate(zip(*lengths.values(), strict=False)):
+        if len(set(sent)) > 1:
+            return {n: length for n, length in zip(lengths, sent, strict=True) if time and n != sender}
+    return {}
 
 
 def _room_at(line: Frame | None, ranks: Sequence[Rank]) -> dict[int, int]:

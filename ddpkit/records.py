@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import wire
-from .collectives import Collective, in_time, read_collectives, read_exchanges
+from .collectives import Collective, in_time, read_collectives, read_exchanges, read_keyed
 from .frames import Frame, stack_frames, training_frames
 from .stable import shortened, stable
 
@@ -204,6 +204,16 @@ class Rank:
     def groups_made(self) -> int:
         """How many process groups this rank has begun to make, the default one included; recorded with `collectives`."""
         return int((wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("groups_made", 0))
+
+    @cached_property
+    def keyed(self) -> tuple[Collective, ...]:
+        """The keys of a store that the program asked for and set, as calls in turn; recorded with `collectives`."""
+        return read_keyed(self.folder / wire.COLLECTIVES)
+
+    @cached_property
+    def awaited(self) -> tuple[str, ...]:
+        """The keys of a store that this rank was waiting for; recorded with `collectives`."""
+        return tuple((wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("awaited", ()))
 
     @property
     def collective(self) -> Collective | None:

@@ -61,7 +61,7 @@ class Standing:
         """`waits in all_reduce #9`, `idle at line 40: time.sleep(60)`."""
         at = f" at {self.place.text}" if self.place else ""
         if self.kind == "waiting":
-            return f"waits in {self.collective.name}" if self.collective else f"waits{at}"
+            return f"waits in {self.collective.name}" if self.collective else f"waits{for_a_key([self])}{at}"
         said: dict[Kind, str] = {
             "left": "has left",
             "late": "came only after that",
@@ -103,6 +103,8 @@ def standing(rank: Rank, at_ns: int | None = None) -> Standing:
     inner = list(itertools.takewhile(lambda frame: not frame.own, frames))
     if any(_LOADING.search(f"{f.file} {f.function}") for f in inner):
         return Standing(rank, "loading", place, waiting)
+    if rank.awaited:
+        return Standing(rank, "waiting", place, None, pairwise=True)
     if pairwise := _is_pairwise(inner):
         return Standing(rank, "waiting", place, None, pairwise)
     in_torch = (f for f in inner if _WAITING.search(f.file))
@@ -225,7 +227,7 @@ def at_line(standing: Standing) -> str:
 
 def is_at_a_key(standing: Standing) -> bool:
     """Whether this rank waits for a key of the store, and for whoever is to set it."""
-    return standing.place is not None and _STORE.search(standing.place.source) is not None
+    return bool(standing.rank.awaited) or (standing.place is not None and bool(_STORE.search(standing.place.source)))
 
 
 def kind_of_wait(standing: Standing) -> str:
@@ -233,6 +235,12 @@ def kind_of_wait(standing: Standing) -> str:
     if is_at_a_key(standing):
         return "no_key"
     return "unmatched" if standing.pairwise and peers(standing) else "never_joined"
+
+
+def for_a_key(waiting: Sequence[Standing]) -> str:
+    """` for the key "size/3" of the store`, "" where it is not known, or not one for all who wait."""
+    keys = {s.rank.awaited for s in waiting}
+    return f' for the key "{next(iter(keys))[0]}" of the store' if len(keys) == 1 and keys != {()} else ""
 
 
 def whom_it_waits_for(waiter: Standing) -> str:

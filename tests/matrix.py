@@ -461,6 +461,42 @@ CASES = [
         says=("Rank 1 never joined all_reduce #4", "time.sleep(0.05)"),
     ),
     case(
+        "a rank comes to a sum that the others have given up, and they try again",
+        """
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        if rank == 0:
+            time.sleep(4.5)
+        for attempt in range(2):
+            try:
+                dist.all_reduce(torch.ones(1), group=group)
+            except RuntimeError:
+                if attempt:
+                    raise
+                time.sleep(5)
+        """,
+        0,
+        "straggler",
+        nproc=3,
+        since_2_13=True,
+        says=("Rank 0 came to all_reduce #1 of group 1", "had given up waiting by then"),
+    ),
+    case(
+        "in a ring whose blocks are of another length each time, one rank's is longer than the others'",
+        """
+        for step, rows in enumerate((4, 6, 8)):
+            block = torch.zeros(rows + (2 if (rank, step) == (0, 2) else 0), 4)
+            came = torch.empty_like(block)
+            both = [dist.P2POp(dist.isend, block, (rank + 1) % 3), dist.P2POp(dist.irecv, came, (rank - 1) % 3)]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+        """,
+        0,
+        "collective_mismatch",
+        nproc=3,
+        says=("rank 0 sent 160, rank 2 sent 128 from that line. Rank 0 differs",),
+        since_2_13=True,
+    ),
+    case(
         "sizes differ, gloo aborts",
         """
         dist.all_reduce(torch.ones(1000 if rank == 0 else 4))
@@ -916,6 +952,29 @@ CASES = [
         "unmatched_send_recv",
         nproc=3,
         says=("Rank 1 left the common way", "has passed on 0 of 1 messages that came to it from rank 0"),
+        since_2_13=True,
+    ),
+    hang(
+        "the last stage of a pipeline takes one micro-batch less than the others",
+        """
+        x = torch.ones(4)
+        for batch in range(3):
+            micro_batches = 2 if (rank, batch) == (2, 2) else 3
+            for _ in range(micro_batches):
+                if rank:
+                    dist.recv(x, rank - 1)
+                if rank < 2:
+                    dist.send(x, rank + 1)
+            for _ in range(micro_batches):
+                if rank < 2:
+                    dist.recv(x, rank + 1)
+                if rank:
+                    dist.send(x, rank - 1)
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=3,
+        says=("Rank 2 left the common way: rank 1 waits for exchange 3 of 3 in a row with it",),
         since_2_13=True,
     ),
     hang(
@@ -1394,7 +1453,10 @@ CASES = [
         2,
         "store_key_never_set",
         nproc=3,
-        says=("Rank 2 never joined barrier #4", "it waits at line 14: classes = store.get("),
+        says=(
+            "Rank 2 never joined barrier #4",
+            'it waits for the key "clases" of the store at line 14: classes = store',
+        ),
         since_2_13=True,
     ),
     hang(
@@ -1474,7 +1536,29 @@ CASES = [
         1,
         "store_key_never_set",
         nproc=3,
-        says=("Ranks 0 and 2 wait at line 13: store.wait", "rank 1, the only one left to set it, waits in barrier #4"),
+        says=(
+            'Ranks 0 and 2 wait for the key "unpacked" of the store at line 13: store.wait',
+            "rank 1, the only one left to set it, waits in barrier #4",
+        ),
+        since_2_13=True,
+    ),
+    hang(
+        "one of two workers leaves out its report, and all wait for a key of the next round",
+        """
+        store = dist.distributed_c10d._get_default_store()
+        for turn in range(5):
+            if rank == 0:
+                store.set(f"weights/{turn}", "w")
+                reports = [store.get(f"report/{turn}/{worker}") for worker in (1, 2)]
+            else:
+                store.get(f"weights/{turn}")
+                if (rank, turn) != (2, 3):
+                    store.set(f"report/{turn}/{rank}", "r")
+        """,
+        2,
+        "store_key_never_set",
+        nproc=3,
+        says=('rank 0 waits for the key "report/3/2" of the store', "Rank 2 left the common way: from get"),
         since_2_13=True,
     ),
     hang(

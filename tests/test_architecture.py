@@ -170,9 +170,10 @@ ALLOWED: dict[str, set[str]] = {
     "rank.steps": {"wire", "rank.failure", "rank.observe"},
     "rank.failure": {"wire"},
     "rank.around": set(),
-    "rank.collectives": {"rank.around", "wire", "rank.failure", "rank.peers"},
+    "rank.collectives": {"rank.around", "wire", "rank.failure", "rank.keys", "rank.peers"},
+    "rank.keys": {"rank.failure"},
     "rank.peers": {"rank.failure"},
-    "rank.observe": {"rank.collectives", "rank.failure", "rank.peers"},
+    "rank.observe": {"rank.collectives", "rank.failure", "rank.keys", "rank.peers"},
     "rank.function": {"wire"},
     "rank.process_group": {
         *(

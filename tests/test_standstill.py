@@ -517,7 +517,7 @@ def test_who_has_made_fewer_process_groups_is_at_fault_where_all_make_one(tmp_pa
         entries = [{**entry, "done": True} for entry in opened["entries"]]
         wire.write_record(rank.folder / wire.COLLECTIVES, {**opened, "entries": entries, "groups_made": made})
     run = Run.from_folder(tmp_path)
-    assert (run.culprit, run.verdict.kind) == (1, "mismatch")
+    assert (run.culprit, run.verdict.kind) == (1, "never_joined")
     assert "Groups begun are 3 by rank 0, 2 by rank 1, 3 by rank 2. Rank 1 differs" in run.verdict.sentence
 
 

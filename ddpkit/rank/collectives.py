@@ -19,7 +19,7 @@ from typing import Any
 
 from ddpkit import wire
 
-from . import failure, peers
+from . import failure, keys, peers
 from .around import about_rank, choice, loops
 
 # The rest of a long record is read by nobody, and the frames of one entry take ten times the room of its numbers.
@@ -99,8 +99,8 @@ def note(with_entries: bool = True) -> None:
 
 def recorded(with_entries: bool) -> dict[str, Any]:
     """The flight recorder as plain data: `enqueued` and `completed`, the number of the last collective by process group,
-    and with `with_entries` the collectives themselves and the sends and receives, each oldest first, the peers of those that
-    are not over, the ranks of each process group, and how many groups were made.
+    and with `with_entries` the collectives themselves, the sends and receives and the calls of a store, each oldest first, the
+    peers and keys of those that are not over, the ranks of each process group, and how many groups were made.
 
     An older torch without the recorder for gloo tells the numbers of the default group alone.
     """
@@ -121,6 +121,8 @@ def recorded(with_entries: bool) -> dict[str, Any]:
         found["requested"], found["groups"] = peers.requested(), list(_members.values())
         found["groups_made"] = _groups_made()
         found["exchanged"] = [{**one, "where": _place([line] if line else [])} for one, line in peers.exchanged()]
+        found["keyed"] = [{**one, "where": _place([line])} for one, line in keys.called()]
+        found["awaited"] = keys.awaited()
         root_of = peers.roots()
         found["entries"] = [_entry(entry, i >= without_place, root_of) for i, entry in enumerate(entries)]
     return found

@@ -16,13 +16,13 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-from . import collectives, failure, peers
+from . import collectives, failure, keys, peers
 
 _WATCHED = "torch.distributed.distributed_c10d"
 
 
 def arm() -> None:
-    """Have `init_process_group`, `destroy_process_group` and what goes to one rank or comes from one watched.
+    """Have `init_process_group`, `destroy_process_group`, what goes to one rank or comes from one, and stores watched.
 
     In a warm rank this was done before the zygote imported torch.
     """
@@ -44,6 +44,8 @@ def _watch(module: ModuleType) -> None:
     calls |= dict.fromkeys(("broadcast", "scatter", "reduce", "gather"), _rooted)
     for name, watched in calls.items():
         module.__dict__[name] = watched(module.__dict__[name])
+    for name in keys.WATCHED:
+        setattr(module.Store, name, keys.watched(getattr(module.Store, name)))
 
 
 class _Meeting(MetaPathFinder):
