@@ -10,7 +10,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .collectives import Collective, outvoted, strayed
-from .exchanges import out_of_an_exchange, out_of_step, too_few_in_a_row, with_one_more, without_an_exchange
+from .exchanges import (
+    has_not_sent_as_others,
+    has_passed_on_fewer,
+    of_any,
+    out_of_an_exchange,
+    out_of_step,
+    too_few_in_a_row,
+    with_one_more,
+    without_an_exchange,
+)
 from .finding import Finding, Odd, against_most, ranks_said, verb
 from .frames import Frame
 from .joining import of_another_size
@@ -119,7 +128,7 @@ def nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing
 def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Finding:
     """Ranks that wait for each other: whose calls tell that it left the common way, if any do."""
     said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(at.items()))
-    known = all(s.collective or peers(s) for s in waiting.values())
+    known = all(s.collective or peers(s) or of_any(s) for s in waiting.values())
     who = (
         "All ranks wait" if len(waiting) == len(at) else ranks_said(sorted(waiting)) + verb(waiting, " waits", " wait")
     )
@@ -129,15 +138,24 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     odd = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
     odd = odd or without_an_exchange(waiting) or with_one_more(waiting, at)
     found = (odd, BY_MOST) if odd else _across_the_groups(at) or out_of_an_exchange(waiting, at)
-    found = found or too_few_in_a_row(waiting) or _left_its_group(waiting, at) or _went_astray(histories)
+    found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
+    found = found or _left_its_group(waiting, at) or _went_astray(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
     found = found or (out_of_step(waiting, at), BY_MOST)
     if found[0]:
         ranks, how = found
-        kind = "no_key" if at_a_key else "unmatched" if any(s.pairwise for s in waiting.values()) else "mismatch"
+        kind = "never_joined" if _has_gone_past(ranks, waiting, at) else "mismatch"
+        kind = "no_key" if at_a_key else "unmatched" if any(s.pairwise for s in waiting.values()) else kind
         return Finding(ranks, f"{opening}: {said}. {ranks_said(ranks)} left the common way: {how}.", kind)
     return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
+
+
+def _has_gone_past(ranks: Sequence[int], waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> bool:
+    """Whether others wait for just these ranks in one collective, while these are with others in one of another group."""
+    missed = any(s.collective and missing_in(s, at, None) == sorted(ranks) for s in waiting.values())
+    joined = {s.collective.key for n, s in waiting.items() if s.collective and n not in ranks}
+    return missed and all((own := waiting[n].collective) and own.key in joined for n in ranks if n in waiting)
 
 
 def _left_its_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:

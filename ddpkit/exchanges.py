@@ -6,8 +6,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from .collectives import Collective, outvoted
-from .finding import Odd
-from .standing import Standing, missing_in, peers
+from .finding import Odd, ranks_said, verb
+from .standing import Standing, missing_in, peers, same_line
+
+
+def of_any(standing: Standing) -> bool:
+    """Whether this rank waits to receive of whichever rank sends."""
+    calls = standing.rank.calls
+    return standing.pairwise and bool(calls) and calls[-1].is_exchange and not calls[-1].ranks
 
 
 def without_an_exchange(waiting: Mapping[int, Standing]) -> tuple[int, ...]:
@@ -68,7 +74,8 @@ def _left_an_exchange(
         if len(there) == 1 and len(exchanging) > 1:
             rules.insert(0, _owed)
         for number in for_it:
-            if way := next(filter(None, (rule(waiting[left], waiting[number]) for rule in rules)), ""):
+            ways = (rule(waiting[left], waiting[number]) for rule in rules)
+            if way := next(filter(None, ways), "") or _gave_others_more(left, number, at):
                 return (left,), f"rank {number} {way}"
     return None
 
@@ -122,6 +129,64 @@ def _kept_one(left: Standing, waiter: Standing) -> str:
         if passed == way.count(on) == way.count(come) - 1 > 1:
             return f"waits for one more of it, which has passed on {passed} of {passed + 1} messages from rank {source}"
     return ""
+
+
+def _gave_others_more(left: int, number: int, at: Mapping[int, Standing]) -> str:
+    """What rank `number` waits to receive, if each of the others, two or more, has received so many more messages of `left` than
+    it sent to it, one more than this one; "" where they have not."""
+    balance = {
+        n: _times(s, "recv", left) - _times(s, "send", left)
+        for n, s in at.items()
+        if n not in (left, number) and _times(s, "recv", left)
+    }
+    calls = at[number].rank.calls
+    own = _times(at[number], "recv", left) - _times(at[number], "send", left)
+    # The one that it waits for is counted.
+    if len(balance) < 2 or set(balance.values()) != {own} or not calls or "recv" not in calls[-1].op:
+        return ""
+    met = " and ".join(map(str, sorted(balance)))
+    return f"waits for one more of it, as ranks {met} have received for as many as they sent"
+
+
+def _times(standing: Standing, op: str, peer: int) -> int:
+    """How often this rank has sent to `peer`, or begun to receive of it."""
+    return sum(c.is_exchange and op in c.op and c.ranks == (peer,) for c in standing.rank.calls)
+
+
+def has_not_sent_as_others(waiting: Mapping[int, Standing]) -> Odd | None:
+    """The rank that waits to receive of one which itself waits to receive of it, where others wait at the same line for that
+    one and have sent it theirs."""
+    receiving = {n: s for n, s in waiting.items() if s.pairwise and s.rank.calls and "recv" in s.rank.calls[-1].op}
+    for number, waiter in receiving.items():
+        for left in (p for p in peers(waiter) if p in receiving and number in peers(receiving[p])):
+            alike = [
+                n
+                for n, s in receiving.items()
+                if n not in (number, left) and number in peers(s) and same_line(s.place, receiving[left].place)
+            ]
+            own = _times(receiving[left], "send", number)
+            if alike and all(_times(receiving[n], "send", number) == own + 1 for n in alike):
+                met = f"rank {number} waits for a message of it such as {ranks_said(alike).lower()} sent"
+                return (left,), f"{met}, {verb(alike, 'which waits', 'which wait')} at the same line"
+    return None
+
+
+def has_passed_on_fewer(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
+    """Where all ranks wait in a ring, each to receive of the one before it: who has sent fewer messages on than all others."""
+    receiving = {n: s.rank.calls[-1] for n, s in waiting.items() if s.pairwise and s.rank.calls}
+    before = {n: c.ranks[0] for n, c in receiving.items() if "recv" in c.op and c.ranks}
+    ring, number = [], min(at)
+    while number in before and number not in ring:
+        ring.append(number)
+        number = before[number]
+    if len(ring) < max(len(at), 3) or number != ring[0]:
+        return None
+    sent = {before[n]: _times(waiting[before[n]], "send", n) for n in ring}
+    fewest = min(sent.values())
+    behind = [n for n, times in sent.items() if times == fewest]
+    if len(behind) != 1 or len(set(sent.values())) != 2:
+        return None
+    return tuple(behind), f"it has sent {fewest} messages on, and each of the others {max(sent.values())}"
 
 
 def _in_rounds(standing: Standing, peer: int, op: str = "") -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .finding import Finding, against_most, ranks_said, verb
-from .records import Rank
+from .records import Joining, Rank
 from .standing import Standing, at_line, instead, is_in
 
 _NOBODY_LISTENS = re.compile(r"connectFullMesh failed.*Connection refused", re.DOTALL)
@@ -70,6 +70,8 @@ def _asked_amiss(joining: Sequence[Standing], at: Mapping[int, Standing]) -> Fin
     asked = {s.rank.rank: s.rank.joining for s in joining if s.rank.joining}
     masters = {n: s.rank.master for n, s in at.items() if s.rank.master}
     astray = [n for n, j in asked.items() if j.master and n in masters and _leads_elsewhere(j.master, masters[n])]
+    if len(astray) == len(at) == len(joining) and (differing := _at_different_stores(asked, joining)):
+        return differing
     if len(astray) == len(at) == len(joining) and all(_by_another_port(asked[n].master, masters[n]) for n in astray):
         addresses = list(dict.fromkeys(asked[n].master for n in astray))
         asked_at = f"at {addresses[0]}, which is" if len(addresses) == 1 else f"elsewhere, {' and '.join(addresses)},"
@@ -87,6 +89,18 @@ def _asked_amiss(joining: Sequence[Standing], at: Mapping[int, Standing]) -> Fin
         said = f"Rank {number} asked to join as rank {named[number]}, and nobody came as rank {number}"
         return Finding(tuple(doubles), f"{said}; all wait in vain{at_line(joining[0])}.", "init_waiting")
     return of_another_size(at)
+
+
+def _at_different_stores(asked: Mapping[int, Joining], joining: Sequence[Standing]) -> Finding | None:
+    """Who asks for another store than most, where all ask elsewhere than torchrun has one."""
+    addresses = {n: _by_one_name(j.master) for n, j in asked.items()}
+    if len(set(addresses.values())) == 1:
+        return None
+    said = "; ".join(f"rank {n} at {asked[n].master}" for n in sorted(asked))
+    found = against_most(
+        addresses, f"The ranks ask for different stores{at_line(joining[0])}: {said}.", "init_elsewhere"
+    )
+    return found if found.ranks else None
 
 
 def of_another_size(at: Mapping[int, Standing]) -> Finding | None:
@@ -130,6 +144,14 @@ def making_a_group(waiting: Mapping[int, Standing]) -> Finding | None:
     waits = f"{ranks_said(list(makers))} {verb(makers, 'waits', 'wait')}{at_line(next(iter(makers.values())))}"
     said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(others.items()))
     opening = f"{waits}. A new process group takes every rank" + (f", and {said}." if others else ", members or not.")
+    asked = {n: s.rank.groups_asked for n, s in waiting.items()}
+    for named in zip(*asked.values(), strict=False):
+        if len(set(named)) > 1:
+            by_rank = dict(zip(asked, named, strict=True))
+            said = "; ".join(f"rank {n} names {list(ranks) or 'all'}" for n, ranks in sorted(by_rank.items()))
+            return against_most(
+                by_rank, f"{waits}. A new process group must be of the same ranks for all: {said}.", "mismatch"
+            )
     begun = {n: s.rank.groups_made for n, s in waiting.items()}
     if len(set(begun.values())) > 1:
         counts = ", ".join(f"{count} by rank {n}" for n, count in sorted(begun.items()))

@@ -206,6 +206,12 @@ class Rank:
         return int((wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("groups_made", 0))
 
     @cached_property
+    def groups_asked(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that this one named for each new process group, () for all; recorded with `collectives`."""
+        asked = (wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("groups_asked", ())
+        return tuple(map(tuple, asked))
+
+    @cached_property
     def keyed(self) -> tuple[Collective, ...]:
         """The keys of a store that the program asked for and set, as calls in turn; recorded with `collectives`."""
         return read_keyed(self.folder / wire.COLLECTIVES)

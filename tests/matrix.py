@@ -155,7 +155,7 @@ CASES = [
         dist.barrier()
         """,
         3,
-        "collective_mismatch",
+        "skipped_collective",
         nproc=4,
         since_2_13=True,
         says=("Rank 3 left the common way", "as nobody else ever did"),
@@ -172,7 +172,7 @@ CASES = [
         dist.all_reduce(torch.ones(1))
         """,
         2,
-        "collective_mismatch",
+        "skipped_collective",
         nproc=4,
         since_2_13=True,
         says=("Rank 2 left the common way",),
@@ -362,6 +362,33 @@ CASES = [
         nproc=3,
         init="",
         since_2_13=True,
+    ),
+    hang(
+        "a rank makes a process group of fewer ranks than the others make it of",
+        """
+        evaluators = [0, 1] if rank == 2 else [0, 1, 2]
+        group = dist.new_group(evaluators)
+        if rank in evaluators:
+            dist.all_reduce(torch.ones(1), group=group)
+        dist.barrier()
+        """,
+        2,
+        "collective_mismatch",
+        nproc=4,
+        says=("must be of the same ranks for all: rank 0 names [0, 1, 2]", "rank 2 names [0, 1]; rank 3"),
+        since_2_13=True,
+    ),
+    hang(
+        "a rank looks for the others in another file",
+        """
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"meet_{rank == 2}")
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+        """,
+        2,
+        "wrong_address",
+        init="",
+        nproc=3,
+        says=("The ranks ask for different stores at line", "Rank 2 differs"),
     ),
     hang(
         "a rank goes on to its second process group, and the others are still in the first",
@@ -975,6 +1002,88 @@ CASES = [
         "unmatched_send_recv",
         nproc=3,
         says=("Rank 2 left the common way: rank 1 waits for exchange 3 of 3 in a row with it",),
+        since_2_13=True,
+    ),
+    hang(
+        "a worker swallows a task, and the master waits for an answer of whichever comes first",
+        """
+        for turn in range(4):
+            if rank == 0:
+                for worker in (1, 2):
+                    dist.send(torch.ones(2), worker)
+                for _ in range(2):
+                    dist.recv(torch.zeros(2))
+            else:
+                dist.recv(torch.zeros(2), 0)
+                if (rank, turn) != (1, 2):
+                    dist.send(torch.ones(2), 0)
+        """,
+        1,
+        "unmatched_send_recv",
+        nproc=3,
+        says=("Rank 1 left the common way: from recv with rank 0", "as nobody else ever did"),
+        since_2_13=True,
+    ),
+    hang(
+        "in a sum over a tree a rank without a partner does not go up",
+        """
+        x, distance = torch.ones(2), 1
+        while distance < 3:
+            if rank % (2 * distance):
+                dist.send(x, rank - distance)
+                break
+            if rank + distance < 3:
+                dist.recv(x, rank + distance)
+            elif rank:
+                break
+            distance *= 2
+        if rank:
+            dist.recv(x, 0)
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=3,
+        says=("Rank 2 left the common way: rank 0 waits for a message of it such as rank 1 sent",),
+        since_2_13=True,
+    ),
+    hang(
+        "the last rank of a ring of stages hands nothing on to the first",
+        """
+        x = torch.ones(2)
+        for chunk in range(2):
+            if rank or chunk:
+                dist.recv(x, (rank - 1) % 4)
+            if rank < 3:
+                dist.send(x, rank + 1)
+        """,
+        3,
+        "unmatched_send_recv",
+        nproc=4,
+        says=("Rank 3 left the common way: it has sent 0 messages on, and each of the others 1",),
+        since_2_13=True,
+    ),
+    hang(
+        "the master tells all workers but the last that the work is done",
+        """
+        x = torch.ones(2)
+        if rank == 0:
+            for worker in (1, 2, 3):
+                dist.send(x, worker)
+            for worker in (1, 2, 3):
+                dist.recv(x, worker)
+            for worker in (1, 2):
+                dist.send(torch.zeros(2), worker)
+        else:
+            dist.recv(x, 0)
+            while x.any():
+                dist.send(x, 0)
+                dist.recv(x, 0)
+        dist.barrier()
+        """,
+        0,
+        "unmatched_send_recv",
+        nproc=4,
+        says=("Rank 0 left the common way: rank 3 waits for one more of it",),
         since_2_13=True,
     ),
     hang(

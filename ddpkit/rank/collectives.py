@@ -29,6 +29,7 @@ MOST_PLACES = 64
 _lock = threading.RLock()
 _listening_pid = 0
 _members: dict[str, list[int]] = {}
+_groups_asked: list[list[int]] = []
 
 
 def say_joining(asked: Mapping[str, Any]) -> None:
@@ -51,6 +52,13 @@ def say_joining(asked: Mapping[str, Any]) -> None:
     }
     with contextlib.suppress(OSError):
         wire.write_record(folder / wire.JOINING, record)
+
+
+def say_grouping(asked: Mapping[str, Any]) -> None:
+    """Keep which ranks this one names for a new process group, no ranks for all; `asked` are `new_group`'s arguments."""
+    if not asked.get("use_local_synchronization"):
+        with contextlib.suppress(TypeError, ValueError):
+            _groups_asked.append(sorted(map(int, asked.get("ranks") or ())))
 
 
 def _without_scheme(init_method: str) -> str:
@@ -119,7 +127,7 @@ def recorded(with_entries: bool) -> dict[str, Any]:
         entries = sorted(trace.get("entries", []), key=lambda entry: entry["record_id"])
         without_place = len(entries) - MOST_PLACES
         found["requested"], found["groups"] = peers.requested(), list(_members.values())
-        found["groups_made"] = _groups_made()
+        found["groups_made"], found["groups_asked"] = _groups_made(), _groups_asked
         found["exchanged"] = [{**one, "where": _place([line] if line else [])} for one, line in peers.exchanged()]
         found["keyed"] = [{**one, "where": _place([line])} for one, line in keys.called()]
         found["awaited"] = keys.awaited()

@@ -44,6 +44,7 @@ def _watch(module: ModuleType) -> None:
     calls |= dict.fromkeys(("broadcast", "scatter", "reduce", "gather"), _rooted)
     for name, watched in calls.items():
         module.__dict__[name] = watched(module.__dict__[name])
+    module.__dict__["new_group"] = _grouping(module.__dict__["new_group"])
     for name in keys.WATCHED:
         setattr(module.Store, name, keys.watched(getattr(module.Store, name)))
 
@@ -130,6 +131,19 @@ def _rooted(call: Callable[..., Any]) -> Callable[..., Any]:
             under_way.end()
 
     return noted
+
+
+def _grouping(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make`, the making of a process group, with a note of its ranks, which every rank of the job must name alike."""
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(TypeError):
+            collectives.say_grouping(signature.bind_partial(*args, **kwargs).arguments)
+        return make(*args, **kwargs)
+
+    return new_group
 
 
 def _leaving(destroy: Callable[..., Any]) -> Callable[..., Any]:
