@@ -213,9 +213,8 @@ def too_few_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
             theirs = [times for op, times in awaited if op == awaited[-1][0]]
             own = [times for op, times in made if op != awaited[-1][0]]
             if len(own) > 1 and {*own[:-1], *theirs} == {own[-1] + 1}:
-                return (
-                    left,
-                ), f"rank {number} waits for exchange {theirs[-1]} of {theirs[-1]} in a row with it, as ever before"
+                usual = theirs[-1]
+                return (left,), f"rank {number} waits for exchange {usual} of {usual} in a row with it, as ever before"
     return None
 
 

@@ -97,9 +97,8 @@ def _at_different_stores(asked: Mapping[int, Joining], joining: Sequence[Standin
     if len(set(addresses.values())) == 1:
         return None
     said = "; ".join(f"rank {n} at {asked[n].master}" for n in sorted(asked))
-    found = against_most(
-        addresses, f"The ranks ask for different stores{at_line(joining[0])}: {said}.", "init_elsewhere"
-    )
+    opening = f"The ranks ask for different stores{at_line(joining[0])}: {said}."
+    found = against_most(addresses, opening, "init_elsewhere")
     return found if found.ranks else None
 
 
@@ -149,9 +148,8 @@ def making_a_group(waiting: Mapping[int, Standing]) -> Finding | None:
         if len(set(named)) > 1:
             by_rank = dict(zip(asked, named, strict=True))
             said = "; ".join(f"rank {n} names {list(ranks) or 'all'}" for n, ranks in sorted(by_rank.items()))
-            return against_most(
-                by_rank, f"{waits}. A new process group must be of the same ranks for all: {said}.", "mismatch"
-            )
+            opening = f"{waits}. A new process group must be of the same ranks for all: {said}."
+            return against_most(by_rank, opening, "mismatch")
     begun = {n: s.rank.groups_made for n, s in waiting.items()}
     if len(set(begun.values())) > 1:
         counts = ", ".join(f"{count} by rank {n}" for n, count in sorted(begun.items()))

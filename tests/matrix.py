@@ -1652,6 +1652,22 @@ CASES = [
         since_2_13=True,
     ),
     hang(
+        "a thread waits for a key that is to stop it, and its rank sleeps",
+        """
+        import threading
+        store = dist.distributed_c10d._get_default_store()
+        threading.Thread(target=store.wait, args=(["stop"],), daemon=True).start()
+        threading.Thread(target=lambda: store.wait(["stop"]), daemon=True).start()
+        if rank == 1:
+            time.sleep(1000)
+        dist.all_reduce(torch.ones(1))
+        """,
+        1,
+        "skipped_collective",
+        says=("Rank 1 never joined all_reduce #4", "it sits at line 16: time.sleep(1000)", "Rank 0 waits there"),
+        since_2_13=True,
+    ),
+    hang(
         "one of two workers leaves out its report, and all wait for a key of the next round",
         """
         store = dist.distributed_c10d._get_default_store()

@@ -224,7 +224,8 @@ def test_a_forked_childs_failure_is_not_the_ranks(home: Path) -> None:
         "if os.environ['RANK'] == '1': os._exit(5)\n"
     )
     run = ddpkit.launch("forks.py", show=False, timeout=120)
-    assert (run.culprit, run.ranks[1].failure, run.ranks[1].exitcode) == (1, None, 5)
+    assert (run.culprit, run.ranks[0].failure, run.ranks[0].exitcode) == (1, None, 0)
+    assert (run.ranks[1].failure.type, run.ranks[1].exitcode) == ("os._exit", 5)
 
 
 def test_run_folders_are_ignored_by_git_and_pruned(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,9 +126,7 @@ def _have_os_exit_told() -> None:
     @functools.wraps(os._exit)
     def told(status: int) -> NoReturn:
         with contextlib.suppress(Exception):
-            if failure.own_folder() is None:
-                pass
-            elif status:
+            if status:
                 failure.note_os_exit(status)
                 collectives.note()
             else:

@@ -57,7 +57,7 @@ def say_joining(asked: Mapping[str, Any]) -> None:
 def say_grouping(asked: Mapping[str, Any]) -> None:
     """Keep which ranks this one names for a new process group, no ranks for all; `asked` are `new_group`'s arguments."""
     if not asked.get("use_local_synchronization"):
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(Exception):
             _groups_asked.append(sorted(map(int, asked.get("ranks") or ())))
 
 
