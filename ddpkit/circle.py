@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from .collectives import Collective, outvoted, strayed
 from .exchanges import (
+    has_kept_an_answer,
     has_not_sent_as_others,
     has_passed_on_fewer,
     of_any,
@@ -36,6 +37,7 @@ from .standing import (
     who_waits_there,
     whom_it_waits_for,
 )
+from .storekeys import left_unset
 
 BY_MOST = "after the same calls most ranks came to another one"
 
@@ -110,6 +112,8 @@ def nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing
     if len(shared) == 1 and all(s.collective for s in waiting.values()):
         every = f"Every rank has joined {whom_it_waits_for(waiting[min(waiting)])}, and it does not end"
         return Finding((), f"{every}: what holds it up cannot be told from this.", "stuck")
+    if unset := left_unset(waiting, at):
+        return unset
     if beside := _beside_the_others(waiting, at):
         first = waiting[beside[0]]
         rest = {n: s for n, s in waiting.items() if n not in beside}
@@ -139,7 +143,7 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     odd = odd or without_an_exchange(waiting) or with_one_more(waiting, at)
     found = (odd, BY_MOST) if odd else _across_the_groups(at) or out_of_an_exchange(waiting, at)
     found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
-    found = found or _left_its_group(waiting, at) or _went_astray(histories)
+    found = found or has_kept_an_answer(waiting) or _left_its_group(waiting, at) or _went_astray(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
     found = found or (out_of_step(waiting, at), BY_MOST)

@@ -113,6 +113,12 @@ def read_keyed(path: Path) -> tuple[Collective, ...]:
     return _calls(path, "keyed", "store")
 
 
+def read_keys_set(path: Path) -> dict[str, Frame | None]:
+    """The keys of a store that were set, in the record at `path`, each with the last line that set it."""
+    calls = [call for call in (wire.read_record(path) or {}).get("keyed", []) if call["op"] == "set"]
+    return {key: Frame(**call["where"]) if call["where"] else None for call in calls for key in call["keys"]}
+
+
 def _calls(path: Path, name: str, group: str) -> tuple[Collective, ...]:
     record = wire.read_record(path) or {}
     return tuple(

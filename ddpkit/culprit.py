@@ -28,7 +28,6 @@ TIE_NS = 1_000_000
 # Sooner than torchrun looks whether a rank has failed; later the second may have been hurt by the first in ways not known.
 TOGETHER_NS = 100_000_000
 LEAVING_TAKES_NS = 3_000_000_000
-GIVING_UP_TAKES_NS = 500_000_000
 # A rank that waits for less than this, or for less than so many of its own steps, is in the middle of an ordinary one.
 STILL_FROM_S = 2.0
 STEPS_MISSED = 2
@@ -201,13 +200,15 @@ def _spoke_within(by_time: Sequence[Rank], until_ns: int) -> Rank | None:
 
 def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[int, Class]) -> Found:
     """Only consequences were recorded: what was found when the first of them was hurt says whom it waited for."""
-    victim = min(hurt, key=failed_at)
+    # Who gives up closes its connections, and tells of it a moment later: another rank may have told of their loss by then.
+    hurt_at = {r.rank: _gave_up_at(r) if classes[r.rank] == "gave_up" else failed_at(r) for r in hurt}
+    victim = min(hurt, key=lambda r: hurt_at[r.rank])
     if victim.failure and (named := victim.failure.at_fault):
         return named[0] if len(named) == 1 else named, f"Rank {victim.rank} {deed(victim)}.", "told_by_others"
     met = "lost its peer" if classes[victim.rank] == "peer_lost" else "gave up waiting"
     where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
     finding = _had_given_up_before(victim, ranks)
-    finding = finding or find(ranks, at_ns=_gave_up_at(victim) if classes[victim.rank] == "gave_up" else None)
+    finding = finding or find(ranks, at_ns=hurt_at[victim.rank] if classes[victim.rank] == "gave_up" else None)
     raised = {rank.rank: earlier for rank in hurt if (earlier := own_before(rank))}
     if len(raised) == 1 and (not finding or finding.ranks in ((), tuple(raised))):
         number, earlier = raised.popitem()
@@ -282,7 +283,7 @@ def _gave_up_at(rank: Rank) -> int:
     """When this rank gave up waiting; a program may catch that, write a report, and raise it long after."""
     waited, said = standing(rank).collective, _WAITED.search(rank.failure.message) if rank.failure else None
     if said and waited and waited is rank.collectives[-1]:
-        return min(failed_at(rank), waited.at_ns + int(said[1]) * 1_000_000 + GIVING_UP_TAKES_NS)
+        return min(failed_at(rank), waited.at_ns + int(said[1]) * 1_000_000)
     return failed_at(rank)
 
 

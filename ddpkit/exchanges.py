@@ -171,6 +171,22 @@ def has_not_sent_as_others(waiting: Mapping[int, Standing]) -> Odd | None:
     return None
 
 
+def has_kept_an_answer(waiting: Mapping[int, Standing]) -> Odd | None:
+    """The rank that waits to receive of whichever rank sends, and has sent to one that waits for it fewer messages, by those
+    that came of it, than to each of the others, two or more."""
+    for left, server in waiting.items():
+        of_each = {
+            n: _times(server, "send", n) - _times(server, "recv", n) for n in waiting if _times(server, "recv", n)
+        }
+        for_it = [n for n, s in waiting.items() if left in peers(s) and s.rank.calls and "recv" in s.rank.calls[-1].op]
+        behind = [n for n in for_it if n in of_each and {of_each[o] for o in of_each if o != n} == {of_each[n] + 1}]
+        if of_any(server) and len(of_each) > 2 and len(behind) == 1:
+            number = behind[0]
+            met = ranks_said(sorted(of_each.keys() - {number})).lower()
+            return (left,), f"for as many as came, it has sent one message less to rank {number} than to {met}"
+    return None
+
+
 def has_passed_on_fewer(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
     """Where all ranks wait in a ring, each to receive of the one before it: who has sent fewer messages on than all others."""
     receiving = {n: s.rank.calls[-1] for n, s in waiting.items() if s.pairwise and s.rank.calls}

@@ -93,14 +93,14 @@ def _exchanged(rank: Rank, op: str, peer: int) -> list[Collective]:
 
 def _sent_beside(sender: int, aborted: int, ranks: Sequence[Rank]) -> dict[int, int]:
     """How many bytes each other rank has sent from the line of the sender's last message to the aborted rank, when for the first
-    time they did not send as many from there; empty where that was the first time of all."""
+    time they did not send as many from there, or else last; empty where they never did."""
     line = next((_exchanged(r, "send", aborted)[-1].where for r in ranks if r.rank == sender), None)
     sends = {r.rank: [c for c in r.calls if c.is_exchange and "send" in c.op] for r in ranks if r.rank != aborted}
     lengths = {n: [c.message_bytes for c in calls if same_line(c.where, line)] for n, calls in sends.items()}
     for time, sent in enumerate(zip(*lengths.values(), strict=False)):
         if len(set(sent)) > 1:
             return {n: length for n, length in zip(lengths, sent, strict=True) if time and n != sender}
-    return {}
+    return {n: sent[-1] for n, sent in lengths.items() if sent and n != sender}
 
 
 def _room_at(line: Frame | None, ranks: Sequence[Rank]) -> dict[int, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import wire
-from .collectives import Collective, in_time, read_collectives, read_exchanges, read_keyed
+from .collectives import Collective, in_time, read_collectives, read_exchanges, read_keyed, read_keys_set
 from .frames import Frame, stack_frames, training_frames
 from .stable import shortened, stable
 
@@ -215,6 +215,11 @@ class Rank:
     def keyed(self) -> tuple[Collective, ...]:
         """The keys of a store that the program asked for and set, as calls in turn; recorded with `collectives`."""
         return read_keyed(self.folder / wire.COLLECTIVES)
+
+    @cached_property
+    def keys_set(self) -> dict[str, Frame | None]:
+        """The keys of a store that the program has set, each with its line; recorded with `collectives`."""
+        return read_keys_set(self.folder / wire.COLLECTIVES)
 
     @cached_property
     def awaited(self) -> tuple[str, ...]:

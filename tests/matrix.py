@@ -508,6 +508,23 @@ CASES = [
         says=("Rank 0 came to all_reduce #1 of group 1", "had given up waiting by then"),
     ),
     case(
+        "in a ring whose blocks were of one length, one rank's is shorter, and so is the room that it has",
+        """
+        for step in range(4):
+            block = torch.zeros(14 if (rank, step) == (2, 2) else 16, 4)
+            came = torch.empty_like(block)
+            both = [dist.P2POp(dist.isend, block, (rank + 1) % 4), dist.P2POp(dist.irecv, came, (rank - 1) % 4)]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+            dist.barrier()
+        """,
+        2,
+        "collective_mismatch",
+        nproc=4,
+        says=("rank 2 had room for 224 bytes", "Rank 2 differs from the others."),
+        since_2_13=True,
+    ),
+    case(
         "in a ring whose blocks are of another length each time, one rank's is longer than the others'",
         """
         for step, rows in enumerate((4, 6, 8)):
@@ -932,6 +949,8 @@ CASES = [
             if rank == 1:
                 seen.wait()
             return future.value()
+        if rank == 0:
+            time.sleep(1)  # else the others' work may be over before its callback is given, which then runs in their own line
         work = dist.all_reduce(torch.ones(4), async_op=True)
         future = work.get_future().then(then)
         future.wait()
@@ -1684,6 +1703,64 @@ CASES = [
         "store_key_never_set",
         nproc=3,
         says=('rank 0 waits for the key "report/3/2" of the store', "Rank 2 left the common way: from get"),
+        since_2_13=True,
+    ),
+    hang(
+        "one of four leaves out its key, for which all wait",
+        """
+        store = dist.PrefixStore("data", dist.distributed_c10d._get_default_store())
+        if rank != 3:
+            store.set(f"samples/{rank}", "16")
+        counts = [int(store.get(f"samples/{other}")) for other in range(4)]
+        """,
+        3,
+        "store_key_never_set",
+        nproc=4,
+        says=(
+            'Ranks 0, 1, 2 and 3 wait for the key "samples/3" of the store at line 14: counts',
+            "rank 3 has not set it, as ranks 0, 1 and 2 set theirs (line 13: store.set",
+        ),
+        since_2_13=True,
+    ),
+    hang(
+        "one of three leaves out the key of a shard, for which rank 0 alone waits",
+        """
+        store = dist.distributed_c10d._get_default_store()
+        for turn in range(3):
+            for shard in range(rank, 9, 3):
+                if (turn, shard) != (1, 5):
+                    store.set(f"turn{turn}/shard{shard}", "0.5")
+            found = [store.get(f"turn{turn}/shard{shard}") for shard in range(9)] if rank == 0 else []
+            dist.broadcast(torch.ones(1), src=0)
+        """,
+        2,
+        "store_key_never_set",
+        nproc=3,
+        says=(
+            'Rank 0 waits for the key "turn1/shard5" of the store',
+            'rank 2, who set "turn1/shard8" (line 15: store.set',
+            "has not set it. Rank 2 waits in broadcast #5",
+        ),
+        since_2_13=True,
+    ),
+    hang(
+        "a server keeps one answer, and waits for whichever worker sends next",
+        """
+        if rank == 0:
+            for turn in range(9):
+                worker = dist.recv(torch.zeros(4))
+                if turn != 4:
+                    dist.send(torch.ones(4), dst=worker)
+        else:
+            for _ in range(3):
+                dist.send(torch.ones(4), dst=0)
+                dist.recv(torch.zeros(4), src=0)
+        dist.barrier()
+        """,
+        0,
+        "unmatched_send_recv",
+        nproc=4,
+        says=("Rank 0 left the common way: for as many as came, it has sent one message less to rank",),
         since_2_13=True,
     ),
     hang(

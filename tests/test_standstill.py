@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_records import GAVE_UP, write_rank, write_run
+from test_records import GAVE_UP, PEER_LOST, write_rank, write_run
 
 from ddpkit import Run, wire
 from ddpkit.culprit import judge
@@ -50,6 +50,8 @@ def evidence(
     last_within: Sequence[int] = (),
     groups: Sequence[Sequence[int]] = (),
     exchanged: Sequence[tuple[int, str, int, int]] = (),
+    keys_set: Sequence[str] = (),
+    awaited: Sequence[str] = (),
 ) -> None:
     """Write down what a look found: the rank's collectives as (operation, line, size), and its stack at `line`.
 
@@ -57,7 +59,7 @@ def evidence(
     the rank that a `recv` waits for. The last `anew` collectives came after the group was set up anew. The ranks of the
     group are `within`, and of that of the last collective alone `last_within`; none: all ranks. `groups` are
     the groups that the rank is in; `exchanged` are sends and receives as (after how many collectives, operation, line,
-    peer).
+    peer). `keys_set` of a store the rank has set, `awaited` it waits for.
     """
     own = wire.rank_folder(folder, 0, rank)
     group_of = [last_within if last_within and number == len(calls) else within for number in range(1, len(calls) + 1)]
@@ -84,7 +86,9 @@ def evidence(
         {"at_ns": after + (1 + number) / 100, "op": op, "peer": with_rank, "where": frame(at)}
         for number, (after, op, at, with_rank) in enumerate(exchanged)
     ]
-    found = {"entries": entries, "groups": groups, "exchanged": exchanges}
+    keyed = [{"at_ns": 1, "op": "set", "keys": [key], "where": frame(6)} for key in keys_set]
+    of_store = {"keyed": keyed, "awaited": awaited}
+    found = {"entries": entries, "groups": groups, "exchanged": exchanges, **of_store}
     wire.write_record(own / wire.COLLECTIVES, {"at_ns": 1, "enqueued": {}, "completed": {}, **found})
     wire.write_record(
         own / wire.LOOK,
@@ -521,20 +525,53 @@ def test_who_has_made_fewer_process_groups_is_at_fault_where_all_make_one(tmp_pa
     assert "Groups begun are 3 by rank 0, 2 by rank 1, 3 by rank 2. Rank 1 differs" in run.verdict.sentence
 
 
-def test_a_wait_that_was_given_up_long_before_the_error_tells_who_came_late(tmp_path: Path) -> None:
-    """The others caught the timeout after 5 s, wrote a report and raised when the late rank had come."""
+@pytest.mark.parametrize(
+    ("told_s", "joined_s", "lost_s"), [(20, 9, None), (6.5, 6.2, 6.3)], ids=["a report", "a moment"]
+)
+def test_a_wait_that_was_given_up_before_it_was_told_names_who_came_late(
+    tmp_path: Path, told_s: float, joined_s: float, lost_s: float | None
+) -> None:
+    """The other gave up after its 5 s; the late rank had come, or come and lost it, by the time that was told."""
     write_run(tmp_path)
     step: list[Call] = [("all_reduce", 5)]
-    write_rank(tmp_path, 0, {"type": "RuntimeError", "message": GAVE_UP, "at_ns": 20 * 10**9})
-    write_rank(tmp_path, 1, **ENDED)
-    for rank, joined_s in ((0, 1), (1, 9)):
+    write_rank(tmp_path, 0, {"type": "RuntimeError", "message": GAVE_UP, "at_ns": int(told_s * 10**9)})
+    if lost_s:
+        write_rank(
+            tmp_path, 1, {"type": "RuntimeError", "message": PEER_LOST.format(port=1), "at_ns": int(lost_s * 10**9)}
+        )
+    else:
+        write_rank(tmp_path, 1, **ENDED)
+    for rank, came_s in ((0, 1), (1, joined_s)):
         evidence(tmp_path, rank, step, waits=False, line=5 if rank == 0 else 9)
         record = wire.rank_folder(tmp_path, 0, rank) / wire.COLLECTIVES
         found = wire.read_record(record) or {}
-        entries = [{**found["entries"][0], "at_ns": joined_s * 10**9, "where": {**frame(3), "file": "t.py"}}]
+        entries = [{**found["entries"][0], "at_ns": int(came_s * 10**9), "where": {**frame(3), "file": "t.py"}}]
         wire.write_record(record, {**found, "entries": entries})
     run = Run.from_folder(tmp_path)
     assert (run.culprit, run.verdict.kind) == (1, "straggler"), run
+
+
+@pytest.mark.parametrize(
+    ("by_0", "by_1", "wanted", "culprit"),
+    [
+        (["t0/p4", "t1/p4", "t2/p4"], ["t0/p7", "t1/p7"], "t2/p7", 1),
+        (["p0", "p6"], ["p1", "p4", "p7"], "p3", 0),
+        (["p0", "p3"], ["p1", "p4"], "p6", None),
+        (["loss0", "loss1"], [], "loss2", None),
+        (["to1/m0", "to1/m1"], ["to0/m0"], "to0/m1", None),
+    ],
+    ids=["its own in each round", "what goes round the ranks", "one too many asked for", "the next", "its own once"],
+)
+def test_whose_a_key_is_that_nobody_has_set_the_others_keys_tell(
+    tmp_path: Path, by_0: list[str], by_1: list[str], wanted: str, culprit: int | None
+) -> None:
+    there: dict[str, Any] = {"calls": [("all_reduce", 5)], "waits": True, "within": [0, 1, 2]}
+    reader = {"calls": [], "waits": True, "line": 7, "awaited": [wanted], "within": [0, 1, 2]}
+    run = hung(tmp_path, {**there, "keys_set": by_0}, {**there, "keys_set": by_1}, reader)
+    if culprit is None:
+        assert "has not set it" not in run.verdict.sentence
+    else:
+        assert (run.culprit, run.verdict.kind) == (culprit, "no_key")
 
 
 def test_who_goes_on_while_two_wait_to_exchange_with_it_is_at_fault(tmp_path: Path) -> None:

@@ -105,11 +105,11 @@ def _exchanging(exchange: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(exchange)
     def counted(*args: Any, **kwargs: Any) -> Any:
         # `recv` calls `irecv`.
-        outer = peers.under_way_with
+        outer, record = peers.under_way_with, None
         with contextlib.suppress(TypeError):
-            peers.begin_exchange(exchange.__name__, signature.bind_partial(*args, **kwargs).arguments)
+            record = peers.begin_exchange(exchange.__name__, signature.bind_partial(*args, **kwargs).arguments)
         given = exchange(*args, **kwargs)
-        peers.end_exchange(given, outer)
+        peers.end_exchange(record, given, outer)
         return given
 
     return counted

@@ -41,27 +41,31 @@ class _Rooted:
 _rooted: deque[_Rooted] = deque(maxlen=MOST)
 
 
-def begin_exchange(op: str, asked: Mapping[str, Any]) -> None:
-    """A send or receive begins; `asked` are its arguments."""
+def begin_exchange(op: str, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A send or receive begins; `asked` are its arguments. The record of it, None for a part of another one."""
     global under_way_with
     under_way_with = _other_rank(asked)
     frame: FrameType | None = sys._getframe(1)
     while frame and not failure.is_users_own(frame.f_code.co_filename):
         if frame.f_code.co_name in ("send", "recv"):
             # The one that this is a part of is there already.
-            return
+            return None
         frame = frame.f_back
     line = (
         {"filename": frame.f_code.co_filename, "line": frame.f_lineno, "name": frame.f_code.co_name} if frame else None
     )
     nbytes = getattr(asked.get("tensor"), "nbytes", 0)
-    _exchanged.append(({"at_ns": time.time_ns(), "op": op, "bytes": nbytes, "peer": under_way_with}, line))
+    record = {"at_ns": time.time_ns(), "op": op, "bytes": nbytes, "peer": under_way_with}
+    _exchanged.append((record, line))
+    return record
 
 
-def end_exchange(given: Any, outer: int | None) -> None:
+def end_exchange(record: dict[str, Any] | None, given: Any, outer: int | None) -> None:
     """Count it, and be again in the one around it, with rank `outer`. Of one that goes on by itself, keep the other rank for as
-    long as the program keeps `given`, its handle."""
+    long as the program keeps `given`, its handle; a receive of whichever rank sends gives that rank."""
     global _count, under_way_with
+    if record and record["peer"] is None and isinstance(given, int):
+        record["peer"] = given
     with contextlib.suppress(TypeError):
         if under_way_with is not None and hasattr(given, "is_completed"):
             _requests[given] = under_way_with

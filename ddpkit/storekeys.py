@@ -1,0 +1,79 @@
+"""Says who has left a key of a store unset for which others wait, from whose the keys were that were set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from .finding import Finding, ranks_said, verb
+from .frames import Frame
+from .standing import Standing, at_line
+
+_NUMBER = re.compile(r"(\d+)")
+
+# By rank the keys that it has set, each with its line.
+Keys = Mapping[int, Mapping[str, Frame | None]]
+
+
+def left_unset(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Finding | None:
+    """Who has not set the key for which ranks wait, where the keys that were set tell whose it is; None where they do not."""
+    keys = {n: s.rank.keys_set for n, s in at.items()}
+    wanted: dict[str, list[int]] = {}
+    for number, standing in sorted(waiting.items()):
+        for key in standing.rank.awaited:
+            if not any(key in own for own in keys.values()):
+                wanted.setdefault(key, []).append(number)
+    whose = {key: owner for key in wanted if (owner := _owner(key, keys)) is not None}
+    # One that waits for a key of another may not have come to its own.
+    held_up = {n for key, owner in whose.items() for n in wanted[key] if n != owner}
+    at_fault = {key: owner for key, owner in whose.items() if owner not in held_up}
+    if len(whose) < len(wanted) or len(set(at_fault.values())) != 1:
+        return None
+    key, owner = next(iter(at_fault.items()))
+    waiters = wanted[key]
+    wait = f'{ranks_said(waiters)} {verb(waiters, "waits", "wait")} for the key "{key}" of the store'
+    does = "" if owner in waiters else f" Rank {owner} {at[owner].words}{at_line(at[owner])}."
+    return Finding((owner,), f"{wait}{at_line(waiting[waiters[0]])}; {_unset(key, owner, keys)}.{does}", "no_key")
+
+
+def _owner(key: str, keys: Keys) -> int | None:
+    """The one rank that is to set `key` by each of its numbers: by one that tells ranks from each other (a rank, or what goes
+    round the ranks), or because it has set this key in other rounds, while others are set in this one."""
+    by_number = [_setters(key, place, keys) for place in range(len(_NUMBER.findall(key)))]
+    owners = set()
+    for place, setters in enumerate(by_number):
+        number, who = int(_NUMBER.findall(key)[place]), set(setters.values())
+        if len(who) > 1 and all(n % len(keys) == rank for n, rank in setters.items()):
+            # Beyond the last one it may be the reader that asks for one too many.
+            if number < max(len(keys), *setters):
+                owners.add(number % len(keys))
+        elif len(who) == 1 < len(setters) and any(by_number[:place] + by_number[place + 1 :]):
+            owners |= who
+    return owners.pop() if len(owners) == 1 else None
+
+
+def _setters(key: str, place: int, keys: Keys) -> dict[int, int]:
+    """Which rank has set each key that differs from `key` in this one of its numbers alone, by that number."""
+    parts = _NUMBER.split(key)
+    found = {}
+    for rank, own in keys.items():
+        for other in map(_NUMBER.split, own):
+            differing = [i for i, (one, theirs) in enumerate(zip(parts, other, strict=False)) if one != theirs]
+            if len(other) == len(parts) and differing == [2 * place + 1]:
+                found[int(other[differing[0]])] = rank
+    return found
+
+
+def _unset(key: str, owner: int, keys: Keys) -> str:
+    """That `owner` has not set `key`, with the last one like it that it has set, or else with the line of the others'."""
+    alike = {n: [(k, line) for k, line in own.items() if _same_but_numbers(k, key)] for n, own in keys.items()}
+    others = sorted(n for n, own in alike.items() if own)
+    shown, line = alike[owner if alike[owner] else others[0]][-1]
+    from_line = f" ({line.text})" if line else ""
+    if alike[owner]:
+        return f'rank {owner}, who set "{shown}"{from_line}, has not set it'
+    return f"rank {owner} has not set it, as {ranks_said(others).lower()} set theirs{from_line}"
+
+
+def _same_but_numbers(one: str, other: str) -> bool:
+    return _NUMBER.split(one)[::2] == _NUMBER.split(other)[::2]
