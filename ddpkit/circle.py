@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from .collectives import Collective, outvoted, strayed
 from .exchanges import (
+    has_another_partner,
     has_kept_an_answer,
     has_not_sent_as_others,
     has_passed_on_fewer,
@@ -141,7 +142,8 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
     odd = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
     odd = odd or without_an_exchange(waiting) or with_one_more(waiting, at)
-    found = (odd, BY_MOST) if odd else _across_the_groups(at) or out_of_an_exchange(waiting, at)
+    found = (odd, BY_MOST) if odd else _across_the_groups(at) or has_another_partner(waiting)
+    found = found or out_of_an_exchange(waiting, at)
     found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
     found = found or has_kept_an_answer(waiting) or _left_its_group(waiting, at) or _went_astray(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))

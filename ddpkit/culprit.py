@@ -19,7 +19,7 @@ from .endings import LEAVES, Class, Ending, classify, common_deed, deed, failed_
 from .finding import Finding, ranks_said, verb
 from .mismatch import find_parting
 from .records import Failure, Rank
-from .standing import standing, unmoved_s
+from .standing import may_wait, standing, unmoved_s
 from .standstill import find
 
 Culprit = int | tuple[int, ...] | Literal["every rank"] | None
@@ -115,9 +115,11 @@ def _find(ranks: Sequence[Rank], classes: Mapping[int, Class], ending: Ending) -
 
 
 def _ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
-    """Whether this rank was left by a guard of the program's own, a thread that calls `os._exit` or a limit for asking whether
-    a collective is over, while it waited in vain for a rank that had not joined by then."""
+    """Whether this rank was left by a guard of the program's own, a thread that calls `os._exit`, a limit for asking whether
+    a collective is over or an alarm, while it waited in vain for a rank that had not joined by then."""
     at, failure = standing(rank), rank.failure
+    if failure and failure.type == "SIGALRM":
+        return may_wait(failure.frames) and any(_was_elsewhere(r, failure) for r in ranks)
     if failure is None or not (failure.type in LEAVES or "Timeout" in failure.type) or classify(rank) != "own":
         return False
     if at.pairwise:
@@ -129,6 +131,13 @@ def _ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
     others = [r for r in ranks if r is not rank and (not waits_in.ranks or r.rank in waits_in.ranks)]
     came = [r for r in others if any(c.key == waits_in.key and c.at_ns < failure.at_ns for c in r.collectives)]
     return len(came) < len(others)
+
+
+def _was_elsewhere(rank: Rank, failure: Failure) -> bool:
+    """Whether this rank, which did not fail, had come to no collective for a while before `failure`, and waited in none."""
+    last = rank.collectives[-1] if rank.collectives else None
+    waits = standing(rank).kind in ("waiting", "joining")
+    return rank.failure is None and not waits and last is not None and _s_before(failure, last) >= STILL_FROM_S
 
 
 def _s_before(failure: Failure, call: Collective) -> float:

@@ -9,6 +9,9 @@ from .collectives import Collective, outvoted
 from .finding import Odd, ranks_said, verb
 from .standing import Standing, missing_in, peers, same_line
 
+# Whether it sends or receives, and the other rank, None where that is whichever sends.
+Exchange = tuple[str, int | None]
+
 
 def of_any(standing: Standing) -> bool:
     """Whether this rank waits to receive of whichever rank sends."""
@@ -55,6 +58,44 @@ def out_of_an_exchange(waiting: Mapping[int, Standing], at: Mapping[int, Standin
             met = " and ".join(map(str, peers(waiter)))
             return (number,), f"it waits to exchange with ranks {met}, and none of them with it"
     return _left_an_exchange(there, exchanging, waiting, at)
+
+
+def has_another_partner(waiting: Mapping[int, Standing]) -> Odd | None:
+    """The rank that waits to send to and receive of one that has gone on, as that and a third have swapped with each other
+    since the collective before, in as many exchanges as ever."""
+    for number, waiter in waiting.items():
+        for left in (p for p in peers(waiter) if waiter.pairwise and p in waiting and not waiting[p].pairwise):
+            *before, done = [each for each in _rounds(waiting[left]) if each] or [[]]
+            as_ever = bool(before) and {len(each) for each in before} == {len(done)}
+            met = _swaps(done)
+            if not as_ever or _swaps(_last_round(waiter)) != {left} or len(met) != 1 or number in met:
+                continue
+            other = met.pop()
+            if other in waiting and _swaps(_last_round(waiting[other])) == {left}:
+                how = f"it waits to exchange with rank {left}, which has exchanged with rank {other}, and that with it"
+                return (number,), how
+    return None
+
+
+def _swaps(made: Sequence[Exchange]) -> set[int]:
+    """The ranks to which one of these exchanges sends and of which another receives."""
+    with_each = {peer: {op for op, other in made if other == peer} for _op, peer in made if peer is not None}
+    return {peer for peer, ops in with_each.items() if {"send", "recv"} <= ops}
+
+
+def _last_round(standing: Standing) -> list[Exchange]:
+    return next(reversed(_rounds(standing)), [])
+
+
+def _rounds(standing: Standing) -> list[list[Exchange]]:
+    """What this rank exchanged, and with whom, before each of its collectives, and, where it is in no collective, since."""
+    rounds: list[list[Exchange]] = [[]]
+    for call in standing.rank.calls:
+        if not call.is_exchange:
+            rounds.append([])
+        else:
+            rounds[-1].append((call.op.lstrip("i"), call.ranks[0] if call.ranks else None))
+    return rounds if standing.pairwise else rounds[:-1]
 
 
 def _left_an_exchange(
@@ -141,8 +182,9 @@ def _gave_others_more(left: int, number: int, at: Mapping[int, Standing]) -> str
     }
     calls = at[number].rank.calls
     own = _times(at[number], "recv", left) - _times(at[number], "send", left)
+    taken = _times(at[left], "recv", number) == _times(at[number], "send", left)
     # The one that it waits for is counted.
-    if len(balance) < 2 or set(balance.values()) != {own} or not calls or "recv" not in calls[-1].op:
+    if len(balance) < 2 or set(balance.values()) != {own} or not taken or not calls or "recv" not in calls[-1].op:
         return ""
     met = " and ".join(map(str, sorted(balance)))
     return f"waits for one more of it, as ranks {met} have received for as many as they sent"
@@ -208,13 +250,7 @@ def has_passed_on_fewer(waiting: Mapping[int, Standing], at: Mapping[int, Standi
 def _in_rounds(standing: Standing, peer: int, op: str = "") -> list[int]:
     """How often this rank exchanged with `peer`, or made `op`, before each of its collectives, and, where it is in no
     collective, since."""
-    rounds = [0]
-    for call in standing.rank.calls:
-        if not call.is_exchange:
-            rounds.append(0)
-        elif call.ranks == (peer,) and op in call.op:
-            rounds[-1] += 1
-    return rounds if standing.pairwise else rounds[:-1]
+    return [sum(other == peer and op in made for made, other in each) for each in _rounds(standing)]
 
 
 def too_few_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:

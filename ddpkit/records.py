@@ -341,7 +341,8 @@ def _crash(own: Path, ended: dict[str, Any], cells: dict[str, str]) -> Failure |
     crash = _text(own / wire.CRASH)
     frames = stack_frames(crash, cells)
     where = next((f for f in frames if f.own), frames[0] if frames else None)
-    return Failure(ended["at_ns"], ended["signal"], crash.partition("\n")[0], crash, tuple(reversed(frames)), where)
+    message = crash.partition("\n")[0] if crash.startswith("Fatal") else ""
+    return Failure(ended["at_ns"], ended["signal"], message, crash, tuple(reversed(frames)), where)
 
 
 def sources(folder: Path) -> dict[str, str]:

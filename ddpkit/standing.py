@@ -146,6 +146,12 @@ def _is_pairwise(frames: Sequence[Frame]) -> bool:
     return any(f.function in ("send", "recv") and _WAITING.search(f.file) for f in frames)
 
 
+def may_wait(frames: Sequence[Frame]) -> bool:
+    """Whether a rank with these frames, outermost first, was in torch.distributed or in a backward, below its own line."""
+    inner = itertools.takewhile(lambda frame: not frame.own, reversed(frames))
+    return any(f.function == _BACKWARD or _WAITING.search(f.file) for f in inner)
+
+
 def _waits_unseen(rank: Rank, inner: Sequence[Frame], place: Frame | None, waiting: Collective | None) -> bool:
     """Whether a rank waits whose innermost call is none of torch.distributed's: in backward, at a look at a value.
 

@@ -21,6 +21,8 @@ TORCH = tuple(map(int, metadata.version("torch").split(".")[:2]))
 # An older torch records no collectives of gloo: then stacks alone tell, without numbers.
 RECORDS = TORCH >= (2, 13)
 needs_record = pytest.mark.skipif(not RECORDS, reason="this torch records no collectives of gloo")
+# A build with CUDA brings NCCL, of no use where there is no GPU.
+HAS_NCCL = any(found.name.startswith("nvidia-nccl") for found in metadata.distributions())
 has_fully_shard = pytest.mark.skipif(TORCH < (2, 6), reason="this torch has no fully_shard")
 
 # Rank 0 hangs in a collective that rank 1 never joins.

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
-from conftest import RECORDS
+from conftest import HAS_NCCL, RECORDS
 
 import ddpkit
 
@@ -834,12 +834,12 @@ CASES = [
         "out_of_memory_cpu",
     ),
     case(
-        "NCCL without NCCL",
+        "NCCL where there is none",
         """
         dist.init_process_group("nccl")
         """,
         "every rank",
-        "backend_not_built_in",
+        "invalid_device" if HAS_NCCL else "backend_not_built_in",
         init="",
     ),
     case(
@@ -1633,6 +1633,69 @@ CASES = [
         since_2_13=True,
     ),
     case(
+        "the alarm of the others ends them while one of three is late",
+        """
+        if rank == 1:
+            time.sleep(100)
+        signal.alarm(4)
+        dist.all_reduce(torch.ones(4))
+        signal.alarm(0)
+        """,
+        1,
+        "skipped_collective",
+        nproc=3,
+        says=(
+            "Rank 1 never joined what rank 0 waits for at line 14: dist.all_reduce",
+            "it sits at line 12: time.sleep(100)",
+        ),
+    ),
+    case(
+        "an alarm ends a rank that computes by itself",
+        """
+        if rank == 1:
+            signal.alarm(1)
+            while True:
+                pass
+        dist.all_reduce(torch.ones(4))
+        """,
+        1,
+        "unhandled_signal",
+        says=("Rank 1 was killed by SIGALRM (line 14: ",),
+    ),
+    case(
+        "the others hide from what they raised when one leaves early",
+        """
+        if rank == 1:
+            sys.exit(0)
+        try:
+            dist.all_reduce(torch.ones(4))
+        except RuntimeError:
+            raise ValueError("the sums of this step are incomplete") from None
+        """,
+        1,
+        "early_exit",
+        nproc=3,
+        says=("Rank 1 never joined what rank 0", "it left early with exit code 0 at line 12: sys.exit(0)"),
+    ),
+    case(
+        "a rank fails and lets the others go on to a file that it has not written",
+        """
+        import tempfile
+        try:
+            if rank == 0:
+                with open(f"/nowhere/{os.getpid()}") as file:
+                    pass
+        finally:
+            dist.barrier()
+            time.sleep(0.3 if rank == 0 else 0)
+        open(os.path.join(tempfile.gettempdir(), f"cache-{os.getppid()}.json"))
+        """,
+        0,
+        "own_exception",
+        nproc=3,
+        says=("Rank 0 raised FileNotFoundError", "/nowhere/"),
+    ),
+    case(
         "a task of a task group fails on one rank",
         """
         import asyncio
@@ -1741,6 +1804,23 @@ CASES = [
             'rank 2, who set "turn1/shard8" (line 15: store.set',
             "has not set it. Rank 2 waits in broadcast #5",
         ),
+        since_2_13=True,
+    ),
+    hang(
+        "ranks swap in pairs, and one pairs itself with another than the others do",
+        """
+        for turn in range(3):
+            pairs = {0: 1, 1: 0, 2: 3, 3: 2} if turn < 2 else {0: 3, 1: 2, 2: 1, 3: 0}
+            partner = 0 if (rank, turn) == (1, 2) else pairs[rank]
+            both = [dist.isend(torch.ones(4), partner), dist.irecv(torch.zeros(4), partner)]
+            for work in both:
+                work.wait()
+            dist.all_reduce(torch.ones(1))
+        """,
+        1,
+        "unmatched_send_recv",
+        nproc=4,
+        says=("Rank 1 left the common way: it waits to exchange with rank 0, which has exchanged with rank 3",),
         since_2_13=True,
     ),
     hang(
@@ -1891,5 +1971,6 @@ CASES = [
         1,
         "group_freed_with_the_model",
         says=("inside c10d::ProcessGroupGloo::~ProcessGroupGloo with the GIL",),
+        since_2_13=True,
     ),
 ]

@@ -19,6 +19,9 @@ from ddpkit.rank.buckets import HostClock, Pass
 
 Script = Callable[..., str]
 MS = 10**6
+NOT_RECORDED = "This torch records no collectives of this backend; trace=True counts them."
+UNCOUNTED = "" if RECORDS else NOT_RECORDED
+AND_UNCOUNTED = "" if RECORDS else f" {NOT_RECORDED}"
 
 
 def launch(path: str, **options: Any) -> Run:
@@ -118,7 +121,7 @@ def test_parameters_are_equal_to_the_bit_with_and_without_it(script: Script) -> 
             if way != "sparse":
                 assert first["bytes"] == second["bytes"] == 4 * parameters, way
                 assert sum(bucket["bytes"] for bucket in second["buckets"]) == parameters, way
-            assert first["note"] == "" and first["world_size"] == 2 and first["backend"] == "gloo"
+            assert first["note"] == UNCOUNTED and first["world_size"] == 2 and first["backend"] == "gloo"
             assert [each["rank"] for each in first["ranks"]] == [0, 1]
             assert 0 <= first["hidden_share"] < 1 and first["exposed_ms"] <= first["comm_ms"]
         assert len(reported["one bucket"][2][0]["buckets"]) == 1 and reported["one bucket"][2][0]["hidden_share"] == 0
@@ -135,7 +138,7 @@ def test_three_ranks_divide_as_ddp_does_or_it_says_that_it_cannot(script: Script
         assert reported["plain"][2][0]["passes"] == 4 and reported["view"][2][0]["passes"] == 0
         assert reported["view"][2][0]["note"] == (
             "With gradients in the buckets DDP multiplies some by 1/3 and divides others by 3, which a hook cannot tell apart: "
-            "the buckets are not timed."
+            "the buckets are not timed." + AND_UNCOUNTED
         )
 
 
@@ -264,7 +267,7 @@ def test_who_holds_up_the_others_is_named_and_nobody_in_a_healthy_job(script: Sc
 def check_collectives(stats: dict[str, Any], like: dict[str, Any], timed: bool) -> None:
     """The profiler's own figures and torch's records agree."""
     if not RECORDS and not timed:
-        assert stats["collectives"] is None and "trace=True counts them" in stats["note"]
+        assert stats["collectives"] is None and UNCOUNTED in stats["note"]
         return
     (found,) = (each for each in stats["collectives"] if each["name"] == "gloo:all_reduce")
     assert found["count"] == 12 * len(like["buckets"]) + 3
@@ -285,14 +288,15 @@ def check_refusals(zero: dict[str, Any], one: dict[str, Any]) -> None:
     assert zero["hooked"]["buckets"] == [] and zero["hooked"]["ddp"]["comm_ms"] > 0
     assert "comm hook already" in zero["hooked_table"]
     assert zero["traced_twice"]["note"] == (
-        "torch's profiler runs already, so that this one could not trace the collectives."
+        "torch's profiler runs already, so that this one could not trace the collectives." + AND_UNCOUNTED
     )
     assert zero["traced_twice"]["passes"] == 1 and zero["outer"] > 10
     assert zero["compiled"] == (
         "The model reduces gradient by gradient, with DDP's reducer for compiled models: there are no buckets to time."
+        + AND_UNCOUNTED
     )
     assert zero["alone"]["note"] == (
-        "Who waits for whom is not known: not every rank left its CommProfiler within 0.2 s."
+        "Who waits for whom is not known: not every rank left its CommProfiler within 0.2 s." + AND_UNCOUNTED
     )
     assert zero["alone"]["passes"] == 1 and zero["alone"]["ranks"] == []
     assert zero["afterwards"] is True
@@ -406,8 +410,7 @@ def test_where_torch_has_forgotten_collectives_or_keeps_none_it_says_so(monkeypa
     monkeypatch.setattr(comm, "_recorded", lambda since_ns: (kept, 8))
     assert comm._collectives(0, None) == (rows, "")
     monkeypatch.setattr(comm, "_recorded", lambda since_ns: ([], 0))
-    said = "This torch records no collectives of this backend; trace=True counts them."
-    assert comm._collectives(0, None) == (None, said)
+    assert comm._collectives(0, None) == (None, NOT_RECORDED)
 
 
 # The figure.

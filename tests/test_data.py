@@ -665,6 +665,7 @@ with setup() as here:
     except WorkerDied as error:
         report(died=True)
     unlucky.close()
+    dist.barrier()
 """
     run = launch(script(JOB + body), args=["SIGKILL"])
     assert run.ok, f"{run}\n{[r.stderr[-2000:] for r in run.ranks]}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import free_port
+from conftest import HAS_NCCL, free_port
 
 import ddpkit
 from ddpkit import diagnose, wire
@@ -23,6 +23,7 @@ from ddpkit.rank import backends
 from ddpkit.rank.rollcall import Facts
 
 pytestmark = pytest.mark.job
+NO_NCCL = "sees 0 GPUs, and its LOCAL_RANK is 0" if HAS_NCCL else "has a torch without NCCL"
 Script = Callable[..., str]
 
 # Ranks without torchrun: torch is imported once, then the ranks of all cases are forked, with an environment of their own.
@@ -200,7 +201,7 @@ def test_the_roll_call_sees_what_is_wrong_between_ranks(home: Path) -> None:
     # Who is told of another's failure before it comes to its own says whose that was.
     told = "setup: rank 0 failed in its setup: ValueError: "
     assert {rank["said"].removeprefix(told) for rank in no_gpu} == {
-        'setup: backend "nccl" asked for, but rank 0 has a torch without NCCL; '
+        f'setup: backend "nccl" asked for, but rank 0 {NO_NCCL}; '
         'use backend="gloo", as many ranks as GPUs, or fallback=True.'
     }
     assert not any(rank["left_up"] for rank in (*no_gpu, *amiss, *old))
@@ -250,7 +251,7 @@ def test_all_ranks_fall_back_to_gloo_or_none_does(home: Path) -> None:
         assert (rank["sum"], rank["backend"], rank["left_up"]) == (2.0, "gloo", False)
     slow = "slower, for debugging only."
     for rank in facts:
-        assert warnings(rank) == [f"WARNING setup: fell back to gloo: rank 0 has a torch without NCCL; {slow}"]
+        assert warnings(rank) == [f"WARNING setup: fell back to gloo: rank 0 {NO_NCCL}; {slow}"]
     why = "theirs did not come up on rank 1 (OSError: no such interface: ib7)"
     for rank in raises:
         assert warnings(rank) == [f"WARNING setup: fell back to gloo: {why}; {slow}"]

@@ -107,6 +107,8 @@ def arm(warm: bool) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         faulthandler.enable(_kept_open(folder / wire.CRASH), all_threads=True)
+        # By default an alarm ends a process without a word.
+        faulthandler.register(signal.SIGALRM, _kept_open(folder / wire.CRASH), all_threads=False, chain=True)
         # Of the main thread alone: to walk the stack of a thread that is running may crash the process, and py-spy can.
         faulthandler.register(STACK_SIGNAL, _kept_open(folder / wire.STACK), all_threads=False, chain=False)
         wire.write_record(folder / wire.STARTED, started(warm))

@@ -20,7 +20,8 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _ranks_own_pid = 0
 _ranks_own_folder: Path | None = None
 _spare: int | None = None
-_first_seen: dict[int, int] = {}
+# On an exception itself, when it was first seen: to keep the exception would keep all that its frames hold.
+_FIRST_SEEN = "_ddpkit_first_seen_ns"
 # As it was before a rank's own tells from where it was called.
 leave_at_once = os._exit
 
@@ -34,8 +35,14 @@ def note(error: BaseException) -> None:
     folder = own_folder()
     if folder is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return
-    at_ns = _first_seen.setdefault(id(error), time.time_ns())
-    _write(folder, lambda: {"at_ns": at_ns, **described(error)})
+    stamp(error)
+    _write(folder, lambda: {"at_ns": vars(error)[_FIRST_SEEN], **described(error)})
+
+
+def stamp(error: BaseException | None) -> None:
+    """Keep when `error`, if there is one, was first seen."""
+    if error is not None:
+        vars(error).setdefault(_FIRST_SEEN, time.time_ns())
 
 
 def note_os_exit(status: int) -> None:
@@ -47,9 +54,9 @@ def note_os_exit(status: int) -> None:
     if folder is None:
         return
     handled = sys.exc_info()[1]
-    seen_ns = _first_seen.get(id(handled)) if handled else None
+    stamp(handled)
     record = {
-        "at_ns": seen_ns or time.time_ns(),
+        "at_ns": vars(handled)[_FIRST_SEEN] if handled else time.time_ns(),
         "type": "os._exit",
         "message": f"exit code {status}",
         "chain": _as_chain([handled, *_chain(handled)] if handled else []),
@@ -180,11 +187,12 @@ def _installed() -> tuple[str, ...]:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """What `error` was raised from or while handling, nearest first; `error` itself is not in it."""
+    """What `error` was raised from or while handling, nearest first, `from None` too: what the rank had met before counts, if
+    the program hides it or not. `error` itself is not in it."""
     found: list[BaseException] = []
     at: BaseException | None = error
     while at is not None and len(found) < 10:
-        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+        at = at.__cause__ or at.__context__
         if at is not None:
             found.append(at)
     return found

@@ -42,6 +42,7 @@ def _watch(module: ModuleType) -> None:
     calls = {"init_process_group": _joining, "destroy_process_group": _leaving}
     calls |= dict.fromkeys(("send", "recv", "isend", "irecv"), _exchanging)
     calls |= dict.fromkeys(("broadcast", "scatter", "reduce", "gather"), _rooted)
+    calls |= dict.fromkeys(("barrier", "monitored_barrier"), _letting_go)
     for name, watched in calls.items():
         module.__dict__[name] = watched(module.__dict__[name])
     module.__dict__["new_group"] = _grouping(module.__dict__["new_group"])
@@ -123,6 +124,7 @@ def _rooted(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def noted(*args: Any, **kwargs: Any) -> Any:
+        failure.stamp(sys.exc_info()[1])
         # Binding all arguments takes as long as a small broadcast.
         under_way = peers.begin_rooted(op, kwargs if len(args) <= place else {**kwargs, root: args[place]})
         try:
@@ -131,6 +133,17 @@ def _rooted(call: Callable[..., Any]) -> Callable[..., Any]:
             under_way.end()
 
     return noted
+
+
+def _letting_go(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    """`barrier`, with the exception that is passing through stamped before the others may go on, and meet what it left."""
+
+    @functools.wraps(barrier)
+    def stamped(*args: Any, **kwargs: Any) -> Any:
+        failure.stamp(sys.exc_info()[1])
+        return barrier(*args, **kwargs)
+
+    return stamped
 
 
 def _grouping(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,6 +37,8 @@ def open_store(here: Place, timeout_s: float) -> dist.Store:
     impatient.start()
     try:
         store = _tcp_store(here, timeout_s)
+        # An older torch asks nothing as it opens a store.
+        store.num_keys()
     except RuntimeError as error:
         _say_if_taken(here, error)
         raise dist.DistNetworkError(_why_not(here, timeout_s)) from error
