@@ -148,7 +148,7 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     found = found or has_kept_an_answer(waiting) or _left_its_group(waiting, at) or _went_astray(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
-    found = found or (out_of_step(waiting, at), BY_MOST)
+    found = found or _alone_at_its_line(waiting) or (out_of_step(waiting, at), BY_MOST)
     if found[0]:
         ranks, how = found
         kind = "never_joined" if _has_gone_past(ranks, waiting, at) else "mismatch"
@@ -185,6 +185,20 @@ def _went_astray(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:
     odd, before, after = found
     way = f"from {before.name}{before.from_line} it came to {after.name}{after.from_line}"
     return (odd,), f"{way}, as nobody else ever did"
+
+
+def _alone_at_its_line(waiting: Mapping[int, Standing]) -> Odd | None:
+    """The one rank that waits in a collective, where all others, two or more, left no record but that each waits at one other
+    line: those that an alarm has ended."""
+    unrecorded = {n: s for n, s in waiting.items() if not s.rank.collectives}
+    recorded = [n for n in waiting if n not in unrecorded]
+    if len(recorded) != 1 or len(unrecorded) < 2:
+        return None
+    first, alone = next(iter(unrecorded.values())), waiting[recorded[0]]
+    together = all(same_line(s.place, first.place) for s in unrecorded.values())
+    if not together or same_line(alone.place, first.place):
+        return None
+    return (recorded[0],), f"each of the others was{at_line(first)}"
 
 
 def _beside_the_others(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:

@@ -15,11 +15,22 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .collectives import Collective
-from .endings import LEAVES, Class, Ending, classify, common_deed, deed, failed_at, own_before, words_for
+from .endings import (
+    LEAVES,
+    Class,
+    Ending,
+    classify,
+    common_deed,
+    deed,
+    failed_at,
+    own_before,
+    tells_of_another,
+    words_for,
+)
 from .finding import Finding, ranks_said, verb
 from .mismatch import find_parting
 from .records import Failure, Rank
-from .standing import may_wait, standing, unmoved_s
+from .standing import at_line, may_wait, same_line, standing, unmoved_s
 from .standstill import find
 
 Culprit = int | tuple[int, ...] | Literal["every rank"] | None
@@ -63,7 +74,10 @@ class Verdict:
 
 def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
     """The verdict over one attempt of a job."""
-    classes = {r.rank: "gave_up" if _ended_its_own_wait(r, ranks) else classify(r) for r in ranks}
+    classes: dict[int, Class] = {r.rank: "gave_up" if _ended_its_own_wait(r, ranks) else classify(r) for r in ranks}
+    told = [r.rank for r in ranks if classes[r.rank] == "own" and tells_of_another(r)]
+    if len(told) < len(ranks):
+        classes |= dict.fromkeys(told, "peer_lost")
     culprit, sentence, kind = _find(ranks, classes, ending)
     at_fault = _as_ranks(culprit, ranks)
     words = {r.rank: words_for(r, classes[r.rank], ending, kind, r.rank in at_fault) for r in ranks}
@@ -118,7 +132,7 @@ def _ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
     """Whether this rank was left by a guard of the program's own, a thread that calls `os._exit`, a limit for asking whether
     a collective is over or an alarm, while it waited in vain for a rank that had not joined by then."""
     at, failure = standing(rank), rank.failure
-    if failure and failure.type == "SIGALRM":
+    if failure and failure.type in ("SIGALRM", "dump_traceback_later"):
         return may_wait(failure.frames) and any(_was_elsewhere(r, failure) for r in ranks)
     if failure is None or not (failure.type in LEAVES or "Timeout" in failure.type) or classify(rank) != "own":
         return False
@@ -134,10 +148,11 @@ def _ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
 
 
 def _was_elsewhere(rank: Rank, failure: Failure) -> bool:
-    """Whether this rank, which did not fail, had come to no collective for a while before `failure`, and waited in none."""
-    last = rank.collectives[-1] if rank.collectives else None
-    waits = standing(rank).kind in ("waiting", "joining")
-    return rank.failure is None and not waits and last is not None and _s_before(failure, last) >= STILL_FROM_S
+    """Whether this rank had come to no collective for a while before `failure`, and waited in none, or at another line."""
+    at, last = standing(rank), rank.collectives[-1] if rank.collectives else None
+    if last is None or _s_before(failure, last) < STILL_FROM_S:
+        return False
+    return at.kind not in ("waiting", "joining") or not same_line(at.place, failure.where)
 
 
 def _s_before(failure: Failure, call: Collective) -> float:
@@ -176,7 +191,7 @@ def _among_own(own: Sequence[Rank], world_size: int) -> Found:
         did = "; ".join(f"rank {r.rank} {deed(r)}" for r in at_fault)
         return "every rank" if len(numbers) == world_size else numbers, f"R{did[1:]}: each by itself.", "own"
     second = by_time[1]
-    if failed_at(second) - failed_at(first) < TIE_NS:
+    if failed_at(second) - failed_at(first) < TIE_NS and not (first.failure and first.failure.let_go):
         pair = sorted((first, second), key=lambda r: r.rank)
         tied = ", and ".join(f"rank {r.rank} {deed(r)}" for r in pair)
         return None, f"A tie: {tied}, within a millisecond.", "tie"
@@ -214,6 +229,8 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
     victim = min(hurt, key=lambda r: hurt_at[r.rank])
     if victim.failure and (named := victim.failure.at_fault):
         return named[0] if len(named) == 1 else named, f"Rank {victim.rank} {deed(victim)}.", "told_by_others"
+    if all(map(tells_of_another, hurt)):
+        return _not_told(ranks, hurt)
     met = "lost its peer" if classes[victim.rank] == "peer_lost" else "gave up waiting"
     where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
     finding = _had_given_up_before(victim, ranks)
@@ -245,6 +262,17 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
         return _as_found(finding, ranks)
     unclear = f"Rank {victim.rank} {met}{where}, and no rank failed by itself: the culprit cannot be told from this."
     return None, unclear, classes[victim.rank]
+
+
+def _not_told(ranks: Sequence[Rank], told: Sequence[Rank]) -> Found:
+    """Whoever has not raised that another rank had failed, where nothing but that was raised."""
+    numbers = tuple(r.rank for r in ranks if r not in told)
+    first = next(r for r in ranks if r not in told)
+    place = at_line(standing(first))
+    does = f"left with exit code 0{place}" if first.exitcode == 0 else f"was ended{place}"
+    told_that = f"{ranks_said([r.rank for r in told])} {common_deed(told)}"
+    who: Culprit = numbers[0] if len(numbers) == 1 else numbers
+    return who, f"{told_that}; {ranks_said(numbers).lower()} raised nothing and {does}.", "told_by_others"
 
 
 def _came_after_all_had_given_up(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:

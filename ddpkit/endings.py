@@ -41,8 +41,21 @@ _FAILED_IN_CHECKPOINT = re.compile(
     r"^CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)(?!.*reduce_fun\()", re.DOTALL
 )
 
-# No connection was lost: Join(throw_on_early_termination=True), and a checkpoint.
-_TOLD_OF = {"ended": re.compile(r"Detected at least one rank that exhausted inputs"), "failed": _FAILED_IN_CHECKPOINT}
+# What programs raise on a rank without a fault, as a flag that all have summed says that one has failed.
+_TELLS_OF_ANOTHER = re.compile(
+    r"\b(?:an)?other (?:rank|process|worker|replica|peer)(?:s|\(s\))? (?:ha[sd] |have )?(?:failed|crashed|raised|aborted|died)\b"
+    r"|\b(?:failed|failure|error|exception) (?:on|in|of|from) (?:an)?other (?:rank|process|worker|replica|peer)"
+    r"|\b(?:a|some) (?:rank|peer|replica) (?:has )?(?:failed|crashed|raised|aborted|died)\b"
+    r"|\bpeer (?:rank )?(?:has )?failed\b",
+    re.IGNORECASE,
+)
+
+# No connection was lost: Join(throw_on_early_termination=True), a checkpoint, and a flag.
+_TOLD_OF = [
+    ("ended", re.compile(r"Detected at least one rank that exhausted inputs")),
+    ("failed", _FAILED_IN_CHECKPOINT),
+    ("failed", _TELLS_OF_ANOTHER),
+]
 
 # Two ranks met in different collectives; which of them is wrong, neither text says.
 _PARTED = re.compile(
@@ -54,7 +67,11 @@ _PARTED = re.compile(
 )
 
 # By what a program leaves with an exit code of its own, as the record of it is called, and as it is written.
-LEAVES = {"SystemExit": "sys.exit", "os._exit": "os._exit"}
+LEAVES = {
+    "SystemExit": "sys.exit",
+    "os._exit": "os._exit",
+    "dump_traceback_later": "faulthandler.dump_traceback_later",
+}
 
 # What a program catches in the ordinary course of things, and goes on.
 _ORDINARY = {"StopIteration", "KeyError", "Empty"}
@@ -107,6 +124,11 @@ def classify_failure(failure: Failure, rank: Rank) -> Class:
     if any(_GAVE_UP.search(text) for text in texts):
         return "gave_up"
     return "own"
+
+
+def tells_of_another(rank: Rank) -> bool:
+    """Whether this rank raised that another one had failed."""
+    return rank.failure is not None and bool(_TELLS_OF_ANOTHER.search(rank.failure.message))
 
 
 def own_before(rank: Rank) -> str:
@@ -162,7 +184,7 @@ def words_for(rank: Rank, end: Class, ending: Ending, kind: str, at_fault: bool)
         return "left early, exit code 0" if at_fault else "passed"
     if end in ("peer_lost", "gave_up"):
         met = "gave up waiting" if end == "gave_up" else "lost its peer"
-        for what, pattern in _TOLD_OF.items():
+        for what, pattern in _TOLD_OF:
             if rank.failure and pattern.search(rank.failure.message):
                 met = f"was told that a rank had {what}"
         return f"{met}: a consequence" if not at_fault else "came too late" if kind == "straggler" else met

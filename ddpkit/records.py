@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ class Failure:
     `at_ns` is the wall clock in nanoseconds, taken before the rank cleaned up; `chain` holds what the exception was
     raised from, nearest first, as (type, message); `where` is the innermost line of the user's own code; `at_fault` are the
     ranks that the exception itself names, () for nearly all. `by_thread`: another thread than the main one called `os._exit`,
-    while the main one was in `frames`.
+    while the main one was in `frames`. `let_go`: it came to a barrier on its way out, and let the others go on.
     """
 
     at_ns: int
@@ -34,6 +35,7 @@ class Failure:
     errno: int | None = None
     at_fault: tuple[int, ...] = ()
     by_thread: bool = False
+    let_go: bool = False
 
     @property
     def line_text(self) -> str:
@@ -223,8 +225,14 @@ class Rank:
 
     @cached_property
     def awaited(self) -> tuple[str, ...]:
-        """The keys of a store that this rank was waiting for; recorded with `collectives`."""
-        return tuple((wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("awaited", ()))
+        """The keys of a store that this rank was waiting for, or for which it had waited in vain as it failed; recorded with
+        `collectives`."""
+        found = wire.read_record(self.folder / wire.COLLECTIVES) or {}
+        last = self.keyed[-1] if self.keyed else None
+        failed_there = (
+            self.failure is not None and last is not None and last.op != "set" and last.where == self.failure.where
+        )
+        return tuple(found["keyed"][-1]["keys"] if failed_there else found.get("awaited", ()))
 
     @property
     def collective(self) -> Collective | None:
@@ -283,6 +291,7 @@ def _read_rank(folder: Path, own: Path) -> Rank:
     ended = wire.read_record(own / wire.EXIT) or {}
     attempt, rank = _number(own.parent), _number(own)
     local_rank = started.get("local_rank", rank)
+    log, cells = log_folder(folder, attempt, local_rank), sources(folder)
     # Without an exit record the keeper itself was killed; a failure record of its rank still stands.
     finished = wire.read_record(own / wire.FINISHED) or {}
     left_at = finished.get("left_at")
@@ -292,7 +301,7 @@ def _read_rank(folder: Path, own: Path) -> Rank:
         local_rank=local_rank,
         attempt=attempt,
         folder=own,
-        log_folder=log_folder(folder, attempt, local_rank),
+        log_folder=log,
         started_ns=started.get("at_ns"),
         finished_ns=finished.get("at_ns"),
         left_at=Frame(**left_at) if left_at else None,
@@ -308,7 +317,7 @@ def _read_rank(folder: Path, own: Path) -> Rank:
         told_ns=ended.get("told_ns", 0),
         killed_for=ended.get("killed_for", ""),
         oom=ended.get("oom", ""),
-        failure=_failure(failed) if failed else _crash(own, ended, sources(folder)),
+        failure=_failure(failed) if failed else _crash(own, ended, cells) or _timed_out(log, ended, cells),
         peak_rss_mib=ended.get("peak_rss_mib"),
     )
 
@@ -331,6 +340,7 @@ def _failure(record: dict[str, Any]) -> Failure:
         at_fault=tuple(record.get("at_fault", ())),
         errno=record.get("errno"),
         by_thread=record.get("by_thread", False),
+        let_go=record.get("let_go", False),
     )
 
 
@@ -343,6 +353,21 @@ def _crash(own: Path, ended: dict[str, Any], cells: dict[str, str]) -> Failure |
     where = next((f for f in frames if f.own), frames[0] if frames else None)
     message = crash.partition("\n")[0] if crash.startswith("Fatal") else ""
     return Failure(ended["at_ns"], ended["signal"], message, crash, tuple(reversed(frames)), where)
+
+
+def _timed_out(log: Path | None, ended: dict[str, Any], cells: dict[str, str]) -> Failure | None:
+    """An end by `faulthandler.dump_traceback_later(..., exit=True)`, by what it writes last."""
+    if log is None or ended.get("exitcode") != 1 or ended.get("told"):
+        return None
+    _, header, dump = f"\n{_text(log / 'stderr.log')[-100_000:]}".rpartition("\nTimeout (")
+    message, _, stacks = dump.partition("\n")
+    if not header or not re.match(r"[\d:.]+\)!$", message) or not stacks.startswith("Thread 0x"):
+        return None
+    frames = stack_frames(stacks, cells)
+    where = next((f for f in frames if f.own), None)
+    return Failure(
+        ended["at_ns"], "dump_traceback_later", f"Timeout ({message}", stacks, tuple(reversed(frames)), where
+    )
 
 
 def sources(folder: Path) -> dict[str, str]:

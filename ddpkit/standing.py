@@ -90,7 +90,7 @@ def standing(rank: Rank, at_ns: int | None = None) -> Standing:
         return Standing(rank, "left", collective=waiting)
     if rank.failure is not None:
         kind: Kind = "waiting" if _joined(rank) else "joining"
-        pairwise = _is_pairwise(rank.failure.frames)
+        pairwise = _is_pairwise(rank.failure.frames) or (waiting is None and bool(rank.requested))
         return Standing(rank, kind, rank.failure.where, None if pairwise else waiting or _given_up(rank), pairwise)
     if rank.look is None:
         return Standing(rank, "unknown")

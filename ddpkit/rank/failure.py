@@ -21,7 +21,7 @@ _ranks_own_pid = 0
 _ranks_own_folder: Path | None = None
 _spare: int | None = None
 # On an exception itself, when it was first seen: to keep the exception would keep all that its frames hold.
-_FIRST_SEEN = "_ddpkit_first_seen_ns"
+_FIRST_SEEN, _LET_GO = "_ddpkit_first_seen_ns", "_ddpkit_let_go"
 # As it was before a rank's own tells from where it was called.
 leave_at_once = os._exit
 
@@ -36,13 +36,14 @@ def note(error: BaseException) -> None:
     if folder is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return
     stamp(error)
-    _write(folder, lambda: {"at_ns": vars(error)[_FIRST_SEEN], **described(error)})
+    _write(folder, lambda: {"at_ns": vars(error)[_FIRST_SEEN], "let_go": vars(error)[_LET_GO], **described(error)})
 
 
-def stamp(error: BaseException | None) -> None:
-    """Keep when `error`, if there is one, was first seen."""
+def stamp(error: BaseException | None, lets_go: bool = False) -> None:
+    """Keep when `error`, if there is one, was first seen, and whether the others go on from there: at a barrier, say."""
     if error is not None:
         vars(error).setdefault(_FIRST_SEEN, time.time_ns())
+        vars(error).setdefault(_LET_GO, lets_go)
 
 
 def note_os_exit(status: int) -> None:

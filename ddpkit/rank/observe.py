@@ -140,7 +140,7 @@ def _letting_go(barrier: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(barrier)
     def stamped(*args: Any, **kwargs: Any) -> Any:
-        failure.stamp(sys.exc_info()[1])
+        failure.stamp(sys.exc_info()[1], lets_go=True)
         return barrier(*args, **kwargs)
 
     return stamped
