@@ -229,7 +229,7 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
     victim = min(hurt, key=lambda r: hurt_at[r.rank])
     if victim.failure and (named := victim.failure.at_fault):
         return named[0] if len(named) == 1 else named, f"Rank {victim.rank} {deed(victim)}.", "told_by_others"
-    if all(map(tells_of_another, hurt)):
+    if all(tells_of_another(r) and classify(r) == "own" for r in hurt):
         return _not_told(ranks, hurt)
     met = "lost its peer" if classes[victim.rank] == "peer_lost" else "gave up waiting"
     where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
@@ -265,14 +265,17 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
 
 
 def _not_told(ranks: Sequence[Rank], told: Sequence[Rank]) -> Found:
-    """Whoever has not raised that another rank had failed, where nothing but that was raised."""
-    numbers = tuple(r.rank for r in ranks if r not in told)
-    first = next(r for r in ranks if r not in told)
-    place = at_line(standing(first))
-    does = f"left with exit code 0{place}" if first.exitcode == 0 else f"was ended{place}"
+    """Whoever has not raised that another rank had failed, where nothing but that was raised; of several that torchrun ended,
+    some may only have been about to."""
+    others = [r for r in ranks if r not in told]
+    numbers = tuple(r.rank for r in others)
     told_that = f"{ranks_said([r.rank for r in told])} {common_deed(told)}"
-    who: Culprit = numbers[0] if len(numbers) == 1 else numbers
-    return who, f"{told_that}; {ranks_said(numbers).lower()} raised nothing and {does}.", "told_by_others"
+    place = at_line(standing(others[0]))
+    does = f"left with exit code 0{place}" if others[0].exitcode == 0 else f"{verb(others, 'was', 'were')} ended{place}"
+    sentence = f"{told_that}; {ranks_said(numbers).lower()} raised nothing and {does}"
+    if len(others) > 1 and any(r.told for r in others):
+        return None, f"{sentence}. Which of them failed cannot be told from this.", "unknown"
+    return numbers[0] if len(others) == 1 else numbers, f"{sentence}.", "told_by_others"
 
 
 def _came_after_all_had_given_up(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:

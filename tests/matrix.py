@@ -1708,6 +1708,22 @@ CASES = [
         says=("Ranks 0 and 1 raised RuntimeError: stopping", "rank 2 raised nothing and left with exit code 0"),
     ),
     case(
+        "one of four raises that another rank has failed, and two are ended before they say anything",
+        """
+        flag = torch.tensor([int(rank == 0)])
+        dist.all_reduce(flag)
+        if rank in (0, 1):
+            time.sleep(100)
+        raise RuntimeError("a rank has failed")
+        """,
+        None,
+        "unknown",
+        nproc=4,
+        says=(
+            "ranks 0 and 1 raised nothing and were ended at line 14: time.sleep(100). Which of them failed cannot be told",
+        ),
+    ),
+    case(
         "the others raise that a rank has failed before that one does",
         """
         flag = torch.tensor([int(rank == 0)])
