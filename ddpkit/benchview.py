@@ -115,8 +115,10 @@ class BenchView:
 
     def _clicked_run(self) -> None:
         self._run.disabled, self._stop.disabled = True, False
-        names, own = self._names, self._text.value if self._own.value else None
-        threading.Thread(target=self._run_it, args=(names, own, self._prediction.value), daemon=True).start()
+        names, own, predicted = self._names, self._text.value if self._own.value else None, self._prediction.value
+        # Now rather than at its end, when the reader may have predicted the next one already.
+        self._prediction.value = None
+        threading.Thread(target=self._run_it, args=(names, own, predicted), daemon=True).start()
 
     def _run_it(self, names: Sequence[str], own: str | None, predicted: str) -> None:
         view = RunView()
@@ -127,7 +129,6 @@ class BenchView:
             self._tell(str(error))
         finally:
             self._stop.disabled = True
-            self._prediction.value = None
             self._enable()
 
     # What is shown.

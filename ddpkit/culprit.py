@@ -143,7 +143,11 @@ def _ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
     if waits_in is None or _s_before(failure, waits_in) < STILL_FROM_S:
         return False
     others = [r for r in ranks if r is not rank and (not waits_in.ranks or r.rank in waits_in.ranks)]
-    came = [r for r in others if any(c.key == waits_in.key and c.at_ns < failure.at_ns for c in r.collectives)]
+    came = [
+        r
+        for r in others
+        if any(c.key == waits_in.key and c.matches(waits_in) and c.at_ns < failure.at_ns for c in r.collectives)
+    ]
     return len(came) < len(others)
 
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import wait_for
 
 import ddpkit
-from ddpkit.benchview import diff
+from ddpkit.benchview import BenchView, diff
 from ddpkit.errors import LaunchError
 from ddpkit.lab import BadLab, Lab, NoSuchLab, labs, parse
 from ddpkit.lab import lab as find_lab
@@ -135,6 +135,28 @@ def test_results_hold_nothing_that_varies(home: Path) -> None:
 
 
 @pytest.mark.job
+def test_a_prediction_made_while_a_run_goes_on_is_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = ddpkit.FixBench(NAME)
+    started, may_end, predicted = threading.Event(), threading.Event(), []
+
+    def run(*names: str, predict: str, **_: object) -> None:
+        predicted.append(predict)
+        started.set()
+        may_end.wait()
+
+    monkeypatch.setattr(bench, "run", run)
+    view = BenchView(bench)
+    view._prediction.value = "cures"
+    view._run.click()
+    started.wait()
+    assert view._prediction.value is None and view._run.disabled
+    view._prediction.value = "does not"
+    assert view._run.disabled, "a run goes on"
+    may_end.set()
+    wait_for(lambda: view._stop.disabled and not view._run.disabled, 60)
+    assert view._prediction.value == "does not" and predicted == ["cures"]
+
+
 def test_a_run_on_the_bench_can_be_stopped_and_no_second_one_starts(home: Path) -> None:
     bench = ddpkit.FixBench(NAME, timeout=120, stall=100)
     endless = "import time\nprint('here', flush=True)\ntime.sleep(1000)\n"
