@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,14 @@ class Collective:
 
     `ranks` are the global ranks of the group (empty where torch does not tell), `at_ns` the wall clock when this rank
     joined, `done` whether it had come back when the record was taken, `where` the user's line that it came from, `only_if`
-    the `if` about the rank on the way there ("" where there is none), `loops` the loops around it, the innermost first, and
-    `every_turn` those of them that come to it in every turn. `backend` is "gloo" or "nccl", "" where that is not known.
+    the `if` about the rank on the way there ("" where there is none), `loops` the loops around it, the innermost first,
+    `every_turn` those of them that come to it in every turn, and `to_the_end` those of these that end only as what they go
+    through does. `backend` is "gloo" or "nccl", "" where that is not known.
 
     Of a rank that gloo aborted no sizes may be known but how long its messages are, `message_bytes`; 0 where nobody asked. Of
     a send or receive it is its length. `root` is the rank from or to which it is; None where there is none, or it was not kept.
+    `brings` is the only number that this rank had for it (None where it had more, or it was not kept), `reduces` what is made
+    of the ranks' numbers: "SUM", "MAX" and so on, "" where they are gathered. Of an "object" it is 0 where that is empty, else 1.
     `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
     """
 
@@ -46,10 +49,13 @@ class Collective:
     only_if: str = ""
     loops: tuple[str, ...] = ()
     every_turn: tuple[str, ...] = ()
+    to_the_end: tuple[str, ...] = ()
     message_bytes: int = 0
     setup: int = 0
     backend: str = ""
     root: int | None = None
+    brings: float | None = None
+    reduces: str = ""
 
     def __repr__(self) -> str:
         return f"{'done' if self.done else 'waiting'} in {self.name}{self.from_line}"
@@ -171,8 +177,11 @@ def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
         only_if=entry.get("only_if", ""),
         loops=tuple(entry.get("loops", ())),
         every_turn=tuple(entry.get("every_turn", ())),
+        to_the_end=tuple(entry.get("to_the_end", ())),
         backend=entry.get("backend", ""),
         root=entry.get("root"),
+        brings=entry.get("brings"),
+        reduces=entry.get("reduces", ""),
     )
 
 
@@ -182,14 +191,32 @@ Histories = Mapping[int, Sequence[Collective]]
 @dataclass(frozen=True)
 class Parting:
     """The first collective that the ranks of a group joined as different ones: rank to what it joined, and which ranks are
-    the odd ones, empty where the evidence does not say. `why` says what makes them odd."""
+    the odd ones, empty where the evidence does not say. `why` says what makes them odd. Where some had come to the end of a
+    loop, `done` are those, and `loop` is its `file:line`, in which the others still are."""
 
     joined: Mapping[int, Collective]
     odd: tuple[int, ...] = ()
     why: str = ""
+    done: tuple[int, ...] = ()
+    loop: str = ""
 
 
 def parting(histories: Histories) -> Parting | None:
+    """Where the ranks first part, and whether that is the end of a loop, which some come to before the others."""
+    parted = _parting(histories)
+    if parted is None or not parted.odd:
+        return parted
+    rest = tuple(sorted(set(parted.joined) - set(parted.odd)))
+    for done, inside in ((parted.odd, rest), (rest, parted.odd)):
+        loop = next(iter(parted.joined[inside[0]].loops), "")
+        if _have_left_the_loop(done, parted.joined, histories) and all(
+            loop in parted.joined[rank].to_the_end for rank in inside
+        ):
+            return replace(parted, done=done, loop=loop)
+    return parted
+
+
+def _parting(histories: Histories) -> Parting | None:
     """Where the ranks first part: they joined another operation, size or type, or one left the common way unnoticed.
 
     Unnoticed is where operation and size agree and the lines of the program do not. A program may let ranks join from

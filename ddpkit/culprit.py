@@ -17,6 +17,7 @@ from typing import Literal
 from .collectives import Collective
 from .endings import (
     LEAVES,
+    MET,
     Class,
     Ending,
     classify,
@@ -28,6 +29,7 @@ from .endings import (
     words_for,
 )
 from .finding import Finding, ranks_said, verb
+from .flags import find_flag
 from .mismatch import find_parting
 from .records import Failure, Rank
 from .standing import at_line, may_wait, same_line, standing, unmoved_s
@@ -59,10 +61,7 @@ class Verdict:
     """Who is at fault. `culprit`: a rank, several, "every rank", or None where nobody is or none can be told.
 
     `sentence` says it in a sentence or two ("" for a job that passed); `words` and `roles` tell it rank by rank.
-    Roles: passed, culprit, own (failed by itself, but not the first), consequence, unknown. `kind` is passed, own, tie,
-    left_early, never_joined, unmatched, no_key, straggler, mismatch, shapes_differ, stopped_process, loader_stuck, loader_dead,
-    told_by_others, init_waiting, init_elsewhere, stale_addresses, all_waiting, stuck, busy, silent, agent_killed, agent_failed,
-    peer_lost, gave_up, ended, timed_out or unknown.
+    Roles: passed, culprit, own (failed by itself, but not the first), consequence, unknown. `kind` is one of `catalog.KINDS`.
     """
 
     culprit: Culprit
@@ -75,10 +74,12 @@ class Verdict:
 def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
     """The verdict over one attempt of a job."""
     classes: dict[int, Class] = {r.rank: "gave_up" if _ended_its_own_wait(r, ranks) else classify(r) for r in ranks}
-    told = [r.rank for r in ranks if classes[r.rank] == "own" and tells_of_another(r)]
+    own = [r for r in ranks if classes[r.rank] == "own"]
+    flag = find_flag(own, ranks)
+    told = [r.rank for r in own if (r.rank not in flag.ranks if flag else tells_of_another(r))]
     if len(told) < len(ranks):
-        classes |= dict.fromkeys(told, "peer_lost")
-    culprit, sentence, kind = _find(ranks, classes, ending)
+        classes |= dict.fromkeys(told, "heard")
+    culprit, sentence, kind = _as_found(flag, ranks) if flag else _find(ranks, classes, ending)
     at_fault = _as_ranks(culprit, ranks)
     words = {r.rank: words_for(r, classes[r.rank], ending, kind, r.rank in at_fault) for r in ranks}
     roles = {r.rank: "culprit" if r.rank in at_fault else _ROLES[classes[r.rank]] for r in ranks}
@@ -93,6 +94,7 @@ _ROLES: dict[Class, str] = {
     "parted": "unknown",
     "peer_lost": "consequence",
     "gave_up": "consequence",
+    "heard": "consequence",
     "told": "consequence",
     "unknown": "unknown",
 }
@@ -109,7 +111,7 @@ def _find(ranks: Sequence[Rank], classes: Mapping[int, Class], ending: Ending) -
     if ending.agent_signal:
         killed = f"torchrun itself was killed by {ending.agent_signal}; its ranks were ended after it."
         return None, killed, "agent_killed"
-    if hurt := of["peer_lost"] + of["gave_up"]:
+    if hurt := of["peer_lost"] + of["gave_up"] + of["heard"]:
         return _among_hurt(ranks, hurt, classes)
     if ranks and len(of["passed"]) == len(ranks):
         if ending.agent_exitcode:
@@ -233,9 +235,9 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
     victim = min(hurt, key=lambda r: hurt_at[r.rank])
     if victim.failure and (named := victim.failure.at_fault):
         return named[0] if len(named) == 1 else named, f"Rank {victim.rank} {deed(victim)}.", "told_by_others"
-    if all(tells_of_another(r) and classify(r) == "own" for r in hurt):
+    if all(classes[r.rank] == "heard" for r in hurt):
         return _not_told(ranks, hurt)
-    met = "lost its peer" if classes[victim.rank] == "peer_lost" else "gave up waiting"
+    met = MET[classes[victim.rank]]
     where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
     finding = _had_given_up_before(victim, ranks)
     finding = finding or find(ranks, at_ns=hurt_at[victim.rank] if classes[victim.rank] == "gave_up" else None)

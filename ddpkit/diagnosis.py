@@ -37,8 +37,8 @@ _TORCHRUN_KNOWS = {"agent_failed", "peer_lost", "gave_up", "unknown", ""}
 # Nobody had failed: the ranks stood still. A loader's worker, which "loader_stuck" is about, may have failed, and stderr is
 # all that tells of it.
 _STANDSTILLS = {
-    *("left_early", "never_joined", "unmatched", "no_key", "straggler", "mismatch", "init_waiting", "init_elsewhere"),
-    *("stale_addresses", "all_waiting", "stuck", "busy", "silent"),
+    *("left_early", "never_joined", "unmatched", "no_key", "straggler", "mismatch", "ran_out", "init_waiting"),
+    *("init_elsewhere", "stale_addresses", "all_waiting", "stuck", "busy", "silent"),
 }
 # These verdicts are complete without a rank at fault.
 _NAMES_NOBODY = {"ended", "agent_killed", "timed_out"}

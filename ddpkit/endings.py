@@ -10,7 +10,7 @@ from typing import Literal
 from .records import Failure, Rank
 from .stable import stable
 
-Class = Literal["passed", "own", "parted", "peer_lost", "gave_up", "told", "unknown"]
+Class = Literal["passed", "own", "parted", "peer_lost", "gave_up", "heard", "told", "unknown"]
 
 _PEER_LOST = re.compile(
     r"gloo/transport/.*(closed by peer|reset by peer|Broken pipe)"
@@ -46,15 +46,19 @@ _TELLS_OF_ANOTHER = re.compile(
     r"\b(?:an)?other (?:rank|process|worker|replica|peer)(?:s|\(s\))? (?:ha[sd] |have )?(?:failed|crashed|raised|aborted|died)\b"
     r"|\b(?:failed|failure|error|exception) (?:on|in|of|from) (?:an)?other (?:rank|process|worker|replica|peer)"
     r"|\b(?:a|some) (?:rank|peer|replica) (?:has )?(?:failed|crashed|raised|aborted|died)\b"
-    r"|\bpeer (?:rank )?(?:has )?failed\b",
+    r"|\bpeer (?:rank )?(?:has )?failed\b"
+    r"|\b\d+ (?:rank|process|worker|replica|peer)(?:s|es|\(s\))? (?:ha[sd] |have )?"
+    r"(?:failed|crashed|raised|aborted|died|reported)\b",
     re.IGNORECASE,
 )
 
-# No connection was lost: Join(throw_on_early_termination=True), a checkpoint, and a flag.
+# What another's end did to a rank, by its class.
+MET = {"peer_lost": "lost its peer", "gave_up": "gave up waiting", "heard": "was told that a rank had failed"}
+
+# No connection was lost: Join(throw_on_early_termination=True), and a checkpoint.
 _TOLD_OF = [
     ("ended", re.compile(r"Detected at least one rank that exhausted inputs")),
     ("failed", _FAILED_IN_CHECKPOINT),
-    ("failed", _TELLS_OF_ANOTHER),
 ]
 
 # Two ranks met in different collectives; which of them is wrong, neither text says.
@@ -182,8 +186,8 @@ def words_for(rank: Rank, end: Class, ending: Ending, kind: str, at_fault: bool)
     """A few words for the header of the rank's lane; `kind` is the verdict's."""
     if end == "passed":
         return "left early, exit code 0" if at_fault else "passed"
-    if end in ("peer_lost", "gave_up"):
-        met = "gave up waiting" if end == "gave_up" else "lost its peer"
+    if end in ("peer_lost", "gave_up", "heard"):
+        met = MET[end]
         for what, pattern in _TOLD_OF:
             if rank.failure and pattern.search(rank.failure.message):
                 met = f"was told that a rank had {what}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .collectives import Collective, Parting, parting
-from .finding import Finding, against_most, ranks_said, undecided
+from .finding import Finding, against_most, ranks_said, undecided, verb
 from .frames import Frame
 from .records import Rank
 from .standing import same_line
@@ -167,7 +167,13 @@ def _own_of_the_aborted(rank: Rank, own: int, met: Collective, ranks: Sequence[R
     same = [c for c in fitting if c.key == met.key]
     if alike := next(iter(same or [c for c in fitting if same_line(c.where, line)]), None):
         own_call = replace(met, op=alike.op, sizes=alike.sizes, dtypes=alike.dtypes, where=line or alike.where)
-        return replace(own_call, only_if=alike.only_if, loops=alike.loops, every_turn=alike.every_turn)
+        return replace(
+            own_call,
+            only_if=alike.only_if,
+            loops=alike.loops,
+            every_turn=alike.every_turn,
+            to_the_end=alike.to_the_end,
+        )
     op = met.op if same_line(line, met.where) else "a collective"
     # Which loops are around that line is not known; nothing says that the rank has left those of the others.
     return replace(met, op=op, where=line, sizes=(), dtypes=(), only_if="", message_bytes=own)
@@ -255,9 +261,17 @@ def parted_at(parted: Parting) -> Finding:
     )
     number = f"collective #{first.seq}"
     if parted.odd:
+        if parted.loop:
+            opening = f"{ranks_said(parted.odd)} {verb(parted.odd, 'has', 'have')} {_more_or_fewer(parted)}"
+            return Finding(parted.odd, f"{opening}: at {number} {said}.", "ran_out")
         opening = f"{ranks_said(parted.odd)} left the common way at {number}"
         return Finding(parted.odd, f"{opening}: {said}; {parted.why}.", "mismatch")
     return undecided(f"The ranks part at {number}: {said}.", "mismatch")
+
+
+def _more_or_fewer(parted: Parting) -> str:
+    fewer = parted.done == parted.odd
+    return f"{'fewer' if fewer else 'more'} turns of the loop in line {parted.loop.rpartition(':')[2]} than the others"
 
 
 def _root_of(collective: Collective) -> str:

@@ -1739,6 +1739,81 @@ CASES = [
         says=("Rank 0 raised KeyError: 'label'",),
     ),
     case(
+        "every rank raises over an error that one has told of in a sum",
+        """
+        for step in range(3):
+            failed = torch.tensor([int(rank == 2 and step == 2)])
+            dist.all_reduce(failed)
+            if failed.item():
+                raise RuntimeError(f"step {step}: {failed.item()} error(s)")
+        """,
+        2,
+        "own_exception",
+        nproc=3,
+        says=("Rank 2 brought 1 to all_reduce #6 ", "ranks 0 and 1 0; on that every rank raised RuntimeError"),
+        since_2_13=True,
+    ),
+    case(
+        "every rank raises over an error that one has told of among gathered objects",
+        """
+        errors = [None, None]
+        dist.all_gather_object(errors, "disk is full" if rank == 0 else None)
+        if any(errors):
+            raise RuntimeError(f"cannot go on: {errors}")
+        """,
+        0,
+        "own_exception",
+        says=("Rank 0 brought an object to all_gather #5 ", "rank 1 none; on that every rank raised RuntimeError"),
+        since_2_13=True,
+    ),
+    case(
+        "every rank raises over a mean loss to which one brought nan",
+        """
+        for step in range(3):
+            loss = torch.tensor(float("nan") if rank == 1 and step == 2 else 1.5 + rank + step)
+            dist.all_reduce(loss)
+            if not torch.isfinite(loss):
+                raise FloatingPointError(f"loss is {loss.item()}")
+        """,
+        1,
+        "nan_loss",
+        nproc=3,
+        says=("Rank 1 brought nan to all_reduce #6 ", "ranks 0 and 2 3.5 and 5.5; on that every rank raised"),
+        since_2_13=True,
+    ),
+    case(
+        "ranks are ended by guards of their own while they wait for one that is in a barrier of its own",
+        """
+        import threading
+        guard = threading.Timer(4, os._exit, [75])
+        guard.daemon = True
+        if rank == 0:
+            dist.barrier()
+        guard.start()
+        dist.all_reduce(torch.ones(8))
+        """,
+        0,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 0 left the common way at collective #4: rank 0 joined barrier",),
+        since_2_13=True,
+    ),
+    hang(
+        "one rank has fewer batches, and is in a barrier while the others train",
+        """
+        net = DDP(torch.nn.Linear(4, 1))
+        for epoch in range(2):
+            for batch in torch.ones(4 if rank == 2 else 5, 8, 4):
+                net(batch).sum().backward()
+            dist.barrier()
+        """,
+        2,
+        "uneven_inputs",
+        nproc=3,
+        says=("Rank 2 has fewer turns of the loop in line 13 than the others: ",),
+        since_2_13=True,
+    ),
+    case(
         "a wait for keys of a store ends at its timeout, and one rank has not set its own",
         """
         store = dist.distributed_c10d._get_default_store()

@@ -44,7 +44,7 @@ def test_the_innermost_if_about_the_rank_is_found(tmp_path: Path, line: int, tes
 def test_the_loops_around_a_line_are_found_the_innermost_first(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text("for epoch in range(2):\n    while True:\n        step()\n    evaluate()\nsave()\n")
-    found = [[loop.rpartition(":")[2] for loop, _always in loops(str(file), line)] for line in (3, 4, 5)]
+    found = [[loop.rpartition(":")[2] for loop, *_ in loops(str(file), line)] for line in (3, 4, 5)]
     assert found == [["2", "1"], ["1"], []]
 
 
@@ -89,7 +89,26 @@ def test_whether_every_turn_of_a_loop_comes_to_a_line(tmp_path: Path, line: int,
     file = tmp_path / "train.py"
     file.write_text(CHOSEN)
     assert choice(str(file), line) == by
-    assert [surely for _loop, surely in loops(str(file), line)] == always
+    assert [loop.always for loop in loops(str(file), line)] == always
+
+
+@pytest.mark.parametrize(
+    ("loop", "whole"),
+    [
+        ("for batch in loader:", True),
+        ("for batch in loader:\n    for part in batch:\n        prepare(part)", True),
+        ("while next(it):", False),
+        ("for batch in loader:\n    if done():\n        break", False),
+        ("for batch in loader:\n    if not batch:\n        continue", False),
+        ("for batch in loader:\n    if not batch:\n        return", False),
+        ("for batch in loader:\n    try:\n        read()\n    except OSError:\n        pass", False),
+    ],
+)
+def test_whether_a_loop_goes_on_to_the_end_of_what_it_goes_through(tmp_path: Path, loop: str, whole: bool) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(f"{loop}\n    train(batch)\n" if loop.startswith("for") else f"{loop}\n    train()\n")
+    last = len(file.read_text().splitlines())
+    assert [found.to_the_end for found in loops(str(file), last)] == [whole]
 
 
 def test_without_a_source_there_is_none(tmp_path: Path) -> None:

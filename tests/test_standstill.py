@@ -79,6 +79,7 @@ def evidence(
             "only_if": "if rank == 1" if call[1] == for_some else "",
             "loops": LOOPS.get(call[1], ["/t.py:4", "/t.py:2"] if call[1] < 10 else []),
             "every_turn": [] if call[1] == 30 else LOOPS.get(call[1], []),
+            "to_the_end": ["/t.py:4"] if call[1] == 6 else [],
         }
         for number, (call, group) in enumerate(zip(calls, group_of, strict=True), 1)
     ]
@@ -220,6 +221,20 @@ def test_who_has_left_the_loop_in_which_the_other_goes_on_left_the_common_way(tm
     after = {"calls": [*step * 3, ("barrier", 12)], "waits": True}
     run = hung(tmp_path, {"calls": step * 4, "waits": True}, after)
     assert run.culprit == 1 and "the loop that is left there goes on elsewhere" in run.verdict.sentence
+
+
+@pytest.mark.parametrize(("waits_in", "sentence"), [(6, "Rank 1 has fewer"), (5, "left the common way")])
+def test_who_has_come_to_the_end_of_a_loop_before_the_others_has_fewer_turns(
+    tmp_path: Path, waits_in: int, sentence: str
+) -> None:
+    turn = ("all_reduce", waits_in)
+    on, over = {"calls": [turn] * 4, "waits": True}, {"calls": [*[turn] * 3, ("barrier", 12)], "waits": True}
+    run = hung(tmp_path / "one", on, over, on)
+    assert run.culprit == 1 and sentence in run.verdict.sentence
+    assert run.diagnosis.name == ("uneven_inputs" if waits_in == 6 else "collective_mismatch")
+    if waits_in == 6:
+        run = hung(tmp_path / "two", over, on, over)
+        assert run.culprit == 1 and "Rank 1 has more turns of the loop in line 4" in run.verdict.sentence
 
 
 def test_who_may_be_a_turn_of_the_outer_loop_behind_has_not_left_the_loop(tmp_path: Path) -> None:

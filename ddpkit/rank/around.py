@@ -7,6 +7,7 @@ import linecache
 import re
 from collections.abc import Iterable
 from functools import cache
+from typing import NamedTuple
 
 # `if rank == 0`, `if here.rank`, `if args.local_rank < 1`, `if is_main_process()`.
 _ABOUT_RANK = re.compile(r"rank|is_?(main|master|primary|leader|chief)|main_?process", re.IGNORECASE)
@@ -18,10 +19,21 @@ def about_rank(file: str, line: int) -> str:
     return around[-1] if around else ""
 
 
-def loops(file: str, line: int) -> list[tuple[str, bool]]:
-    """The loops around that line, the innermost first, each as `file:line`, and whether every turn of it comes to the line."""
-    around = [first for first, last in _loops("".join(linecache.getlines(file))) if first <= line <= last]
-    return [(f"{file}:{first}", first > choice(file, line)) for first in reversed(around)]
+class Loop(NamedTuple):
+    """A loop: `at` is its `file:line`, `always` whether every turn comes to the line that was asked about, `to_the_end` whether
+    it ends only as what it goes through does, with no turn cut short."""
+
+    at: str
+    always: bool
+    to_the_end: bool
+
+
+def loops(file: str, line: int) -> list[Loop]:
+    """The loops around that line, the innermost first."""
+    around = [found for found in _loops("".join(linecache.getlines(file))) if found[0] <= line <= found[1]]
+    return [
+        Loop(f"{file}:{first}", first > choice(file, line), to_the_end) for first, _, to_the_end in reversed(around)
+    ]
 
 
 def choice(file: str, line: int) -> int:
@@ -58,10 +70,15 @@ def _lines(node: ast.stmt | ast.expr) -> range:
 
 
 @cache
-def _loops(source: str) -> tuple[tuple[int, int], ...]:
-    """First and last line of each loop; outer ones first."""
+def _loops(source: str) -> tuple[tuple[int, int, bool], ...]:
+    """First and last line of each loop, and whether it goes on to its end; outer ones first."""
     nodes = (node for node in ast.walk(_parsed(source)) if isinstance(node, ast.For | ast.While))
-    return tuple(sorted((node.lineno, node.body[-1].end_lineno or 0) for node in nodes))
+    return tuple(sorted((node.lineno, node.body[-1].end_lineno or 0, _to_the_end(node)) for node in nodes))
+
+
+def _to_the_end(loop: ast.For | ast.While) -> bool:
+    cut_short = (ast.Break, ast.Continue, ast.Return, ast.Try)
+    return isinstance(loop, ast.For) and not any(isinstance(node, cut_short) for node in ast.walk(loop))
 
 
 @cache

@@ -20,7 +20,7 @@ from typing import Any
 from ddpkit import wire
 
 from . import failure, keys, peers
-from .around import about_rank, choice, loops
+from .around import Loop, about_rank, choice, loops
 
 # The rest of a long record is read by nobody, and the frames of one entry take ten times the room of its numbers.
 MOST_PLACES = 64
@@ -131,8 +131,8 @@ def recorded(with_entries: bool) -> dict[str, Any]:
         found["exchanged"] = [{**one, "where": _place([line] if line else [])} for one, line in peers.exchanged()]
         found["keyed"] = [{**one, "where": _place([line])} for one, line in keys.called()]
         found["awaited"] = keys.awaited()
-        root_of = peers.roots()
-        found["entries"] = [_entry(entry, i >= without_place, root_of) for i, entry in enumerate(entries)]
+        call_of = peers.calls()
+        found["entries"] = [_entry(entry, i >= without_place, call_of) for i, entry in enumerate(entries)]
     return found
 
 
@@ -150,9 +150,10 @@ def _no_inductor() -> Iterator[None]:
             del torch.__dict__["_inductor"]
 
 
-def _entry(entry: dict[str, Any], placed: bool, root_of: Callable[[str, int], int | None]) -> dict[str, Any]:
+def _entry(entry: dict[str, Any], placed: bool, call_of: Callable[[str, int], peers.Called | None]) -> dict[str, Any]:
     group, description = entry["process_group"]
     backend, _, op = entry["profiling_name"].rpartition(":")
+    call = call_of(op, entry["time_created_ns"])
     return {
         "seq": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
         "op": op,
@@ -161,7 +162,9 @@ def _entry(entry: dict[str, Any], placed: bool, root_of: Callable[[str, int], in
         "group": group,
         "group_name": description,
         "ranks": _members.get(group, []),
-        "root": root_of(op, entry["time_created_ns"]),
+        "root": call.root if call else None,
+        "brings": call.brings if call else None,
+        "reduces": call.reduces if call else "",
         "sizes": entry["input_sizes"],
         "dtypes": entry["input_dtypes"],
         "at_ns": entry["time_created_ns"],
@@ -174,16 +177,18 @@ def _entry(entry: dict[str, Any], placed: bool, root_of: Callable[[str, int], in
 
 def _under(frames: list[dict[str, Any]]) -> dict[str, Any]:
     """The innermost `if` about the rank that led to this collective, and all loops, in any function on the way; of these,
-    those that come to it in every turn."""
+    those that come to it in every turn, and of these, those that have as many turns as there is something to go through."""
     own = [(f["filename"], f["line"]) for f in frames if failure.is_users_own(f["filename"])]
-    around, surely = [], True
+    around: list[Loop] = []
+    surely = True
     for line in own:
-        around += [(loop, surely and always) for loop, always in loops(*line)]
+        around += [loop._replace(always=surely and loop.always) for loop in loops(*line)]
         surely = surely and not choice(*line)
     return {
         "only_if": next(filter(None, (about_rank(*line) for line in own)), ""),
-        "loops": [loop for loop, _ in around],
-        "every_turn": [loop for loop, always in around if always],
+        "loops": [loop.at for loop in around],
+        "every_turn": [loop.at for loop in around if loop.always],
+        "to_the_end": [loop.at for loop in around if loop.always and loop.to_the_end],
     }
 
 

@@ -41,7 +41,8 @@ def meet(name: str, then: Callable[[ModuleType], None]) -> None:
 def _watch(module: ModuleType) -> None:
     calls = {"init_process_group": _joining, "destroy_process_group": _leaving}
     calls |= dict.fromkeys(("send", "recv", "isend", "irecv"), _exchanging)
-    calls |= dict.fromkeys(("broadcast", "scatter", "reduce", "gather"), _rooted)
+    calls |= dict.fromkeys(("broadcast", "scatter", "reduce", "gather"), _calling)
+    calls |= dict.fromkeys(("all_reduce", "all_gather", "all_gather_into_tensor", peers.OF_OBJECTS), _calling)
     calls |= dict.fromkeys(("barrier", "monitored_barrier"), _letting_go)
     for name, watched in calls.items():
         module.__dict__[name] = watched(module.__dict__[name])
@@ -116,17 +117,18 @@ def _exchanging(exchange: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def _rooted(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, a collective from one rank or to one, with a note of that rank, which no recorder keeps."""
-    op, named = call.__name__, list(inspect.signature(call).parameters)
-    root = "dst" if "dst" in named else "src"
-    place = named.index(root)
+def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a collective, with a note of the rank from or to which it is, or of its only number: no recorder keeps them."""
+    op = call.__name__
+    # Binding all arguments takes as long as a small broadcast.
+    asked = [(place, name) for place, name in enumerate(inspect.signature(call).parameters) if name in peers.ASKED]
 
     @functools.wraps(call)
     def noted(*args: Any, **kwargs: Any) -> Any:
         failure.stamp(sys.exc_info()[1])
-        # Binding all arguments takes as long as a small broadcast.
-        under_way = peers.begin_rooted(op, kwargs if len(args) <= place else {**kwargs, root: args[place]})
+        under_way = peers.begin_call(
+            op, {**kwargs, **{name: args[place] for place, name in asked if place < len(args)}}
+        )
         try:
             return call(*args, **kwargs)
         finally:

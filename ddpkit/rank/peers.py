@@ -1,4 +1,5 @@
-"""Keeps with which rank each send and receive of this rank is, and from or to which a collective is: no recorder has them."""
+"""Keeps what no recorder has: with which rank each send and receive is, from or to which a collective is, and what number a rank
+brings to one of a single number."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ from typing import Any
 from . import failure
 
 MOST = 2000
+OF_OBJECTS = "all_gather_object"
+# The arguments of a collective that are looked at.
+ASKED = ("dst", "src", "tensor", "input_tensor", "op", "obj")
 
 _count = 0
 # The last sends and receives that began, and the user's line of each.
@@ -26,19 +30,23 @@ _requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass
-class _Rooted:
-    """A call of a collective from or to rank `root`: when it began and was over, 0 while it is not."""
+class Called:
+    """A call of a collective from or to rank `root`, or of a single number of this rank's, `brings`; `reduces` is what is made of
+    all numbers ("SUM", "MAX", ...; "" where they are only gathered, "object" where objects are). When it began and was over, 0
+    while it is not."""
 
     began_ns: int
     op: str
     root: int | None
+    brings: float | None
+    reduces: str
     over_ns: int = 0
 
     def end(self) -> None:
         self.over_ns = time.time_ns()
 
 
-_rooted: deque[_Rooted] = deque(maxlen=MOST)
+_called: deque[Called] = deque(maxlen=MOST)
 
 
 def begin_exchange(op: str, asked: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -90,24 +98,38 @@ def requested() -> list[int]:
     return sorted(begun)
 
 
-def begin_rooted(op: str, asked: Mapping[str, Any]) -> _Rooted:
-    """A call of a collective from or to one rank begins; `asked` are its arguments. To be ended by its `end()`."""
-    call = _Rooted(time.time_ns(), op, _other_rank(asked))
-    _rooted.append(call)
+def begin_call(op: str, asked: Mapping[str, Any]) -> Called:
+    """A call of a collective begins; `asked` are those of its arguments that are named in `ASKED`. To be ended by its `end()`."""
+    reduces = {"all_reduce": getattr(asked.get("op"), "name", "SUM"), OF_OBJECTS: "object"}.get(op, "")
+    call = Called(time.time_ns(), op, _other_rank(asked), _number(op, asked), reduces)
+    _called.append(call)
     return call
 
 
-def roots() -> Callable[[str, int], int | None]:
-    """A function that tells the root of a collective by its name and when the recorder dates it: that of the call during which
-    it came. What torch itself calls in C++, as DDP does, came during none, and has no root that is known."""
-    calls = list(_rooted)
+def calls() -> Callable[[str, int], Called | None]:
+    """A function that tells the call during which a collective came, by its name and when the recorder dates it. What torch
+    itself calls in C++, as DDP does, came during none."""
+    kept = list(_called)
 
-    def root_of(op: str, created_ns: int) -> int | None:
-        before = bisect.bisect(calls, created_ns, key=lambda call: call.began_ns) - 1
-        call = calls[before] if before >= 0 else None
-        return call.root if call and call.op == op and created_ns <= (call.over_ns or created_ns) else None
+    def call_of(op: str, created_ns: int) -> Called | None:
+        until = bisect.bisect(kept, created_ns, key=lambda call: call.began_ns)
+        # One of objects gathers their sizes, and then them, in calls of its own.
+        recent = [call for call in kept[max(until - 3, 0) : until] if created_ns <= (call.over_ns or created_ns)]
+        return next((call for call in recent if call.op in (op, OF_OBJECTS)), None)
 
-    return root_of
+    return call_of
+
+
+def _number(op: str, asked: Mapping[str, Any]) -> float | None:
+    """The only number that this rank brings to a collective; None where it brings more, or has it on a GPU, for which one would
+    have to wait. Of an object, 0 where there is none or it is empty, else 1."""
+    with contextlib.suppress(Exception):
+        if op == OF_OBJECTS:
+            return float(bool(asked["obj"]))
+        tensor = asked["tensor"] if "tensor" in asked else asked["input_tensor"]
+        if op.startswith("all_") and tensor.numel() == 1 and tensor.device.type == "cpu":
+            return float(tensor.detach().item())
+    return None
 
 
 def _other_rank(asked: Mapping[str, Any]) -> int | None:

@@ -1,0 +1,85 @@
+"""Whose number made all ranks raise: a flag of an error, or a loss that is not finite, of which all learn by a collective."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from .collectives import Collective
+from .endings import LEAVES, common_deed
+from .finding import Finding, ranks_said
+from .records import Rank
+
+OBJECT = "object"
+_CHOOSES = re.compile(r"\b(raise|assert)\b")
+# Of these one zero makes the whole zero, and what they tell is whether all is well.
+_ALL_MUST = ("MIN", "PRODUCT", "BAND")
+
+
+def find_flag(raised: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
+    """Who brought another number than the others to the last collective of all, of a single number each, after which others
+    `raised` by choice, all at one line. None where nobody did, or the numbers do not say."""
+    joined = {rank.rank: rank.collectives[-1] for rank in ranks if rank.collectives}
+    last = next(iter(joined.values()), None)
+    if last is None or len(joined) < len(ranks):
+        return None
+    if any(call.key != last.key or call.brings is None for call in joined.values()):
+        return None
+    # One of objects is two: their sizes, and they.
+    until = last.seq - (last.reduces == OBJECT)
+    same = [
+        c for r in ranks for c in r.collectives if (c.call, c.group, c.setup) == (last.call, last.group, last.setup)
+    ]
+    before = {c.brings for c in same if c.seq < until}
+    brings = {number: call.brings for number, call in joined.items() if call.brings is not None}
+    odd = _odd(brings, before, last.reduces)
+    told = [rank for rank in raised if rank.rank not in odd]
+    lines = {rank.failure.line_text for rank in told if rank.failure}
+    if not odd or len(lines) != 1 or not all(map(_by_choice, told)):
+        return None
+    kind = "own" if any(rank.rank in odd for rank in raised) else "told_by_others"
+    return Finding(odd, _sentence(odd, joined, raised, told), kind)
+
+
+def _by_choice(rank: Rank) -> bool:
+    """Whether a line of the program's own raised, or left by an exit code: not a library, nor Python."""
+    failure = rank.failure
+    if failure is None or failure.chain or rank.signal:
+        return False
+    last = failure.frames[-1] if failure.frames else None
+    return failure.type in LEAVES or (last is not None and last.own and bool(_CHOOSES.search(last.source)))
+
+
+def _odd(brings: Mapping[int, float], before: Collection[float | None], reduces: str) -> tuple[int, ...]:
+    """The ranks whose number tells that something is wrong: it is not finite; it is new where all had brought the same before;
+    or, of numbers that nobody had brought before, it is the one that decides the whole, or that fewer have."""
+    zero = {rank for rank, number in brings.items() if not number}
+    rest, whole = set(brings) - zero, all(number % 1 == 0 for number in brings.values())
+    deciding = {"MAX": rest, "BOR": rest, **dict.fromkeys(_ALL_MUST, zero)}.get(reduces, min((rest, zero), key=len))
+    for odd in (
+        {rank for rank, number in brings.items() if not math.isfinite(number)},
+        {rank for rank, number in brings.items() if number not in before} if len(before) == 1 else set(),
+        deciding if whole and not before else set(),
+    ):
+        if 0 < len(odd) < len(brings):
+            return tuple(sorted(odd))
+    return ()
+
+
+def _sentence(
+    odd: tuple[int, ...], joined: Mapping[int, Collective], raised: Sequence[Rank], told: Sequence[Rank]
+) -> str:
+    call = joined[odd[0]]
+    others = [number for number in joined if number not in odd]
+    theirs = ranks_said(odd), _numbers(odd, joined), f"{call.name}{call.from_line}"
+    whoever = "every rank" if len(raised) == len(joined) else ranks_said([r.rank for r in told]).lower()
+    opening = f"{theirs[0]} brought {theirs[1]} to {theirs[2]}, {ranks_said(others).lower()} {_numbers(others, joined)}"
+    return f"{opening}; on that {whoever} {common_deed(raised if whoever == 'every rank' else told)}."
+
+
+def _numbers(ranks: Sequence[int], joined: Mapping[int, Collective]) -> str:
+    """`1`, or `0 and 2`; of objects, which are no numbers, whether there were any."""
+    if joined[ranks[0]].reduces == OBJECT:
+        return "an object" if joined[ranks[0]].brings else "none"
+    return " and ".join(sorted({f"{joined[number].brings:g}" for number in ranks}))

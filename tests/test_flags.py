@@ -1,0 +1,107 @@
+"""Whose number made all ranks raise, from recorded evidence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_records import write_rank, write_run
+
+from ddpkit import Run, wire
+
+NAN = float("nan")
+LAST = {"file": "/t.py", "line": 5, "function": "f", "source": "raise Aborted(total)", "own": True}
+
+
+def raised(
+    folder: Path,
+    brought: Sequence[Sequence[float | None]],
+    reduces: str = "SUM",
+    last: dict[str, Any] | None = None,
+    left: Sequence[int] = (),
+) -> Run:
+    """A run whose ranks `brought` these numbers, one list a round, to one collective, and raised after the last at the line
+    `last`, but those that have `left` with exit code 0."""
+    frame = LAST | (last or {})
+    write_run(folder, nproc=len(brought[0]))
+    for rank in range(len(brought[0])):
+        failure = {"type": "Aborted", "at_ns": 100 + rank, "frames": [frame], "source": frame["source"]}
+        write_rank(folder, rank, None if rank in left else failure, exitcode=int(rank not in left))
+        entries = [
+            {
+                "seq": number,
+                "op": "all_reduce",
+                "p2p": False,
+                "group": "0",
+                "group_name": "default_pg",
+                "ranks": [],
+                "sizes": [[1]],
+                "dtypes": ["Float"],
+                "at_ns": number,
+                "done": True,
+                "where": LAST | {"line": 3},
+                "brings": numbers[rank],
+                "reduces": reduces,
+            }
+            for number, numbers in enumerate(brought, 1)
+        ]
+        record = {"at_ns": 1, "enqueued": {}, "completed": {}, "entries": entries}
+        wire.write_record(wire.rank_folder(folder, 0, rank) / wire.COLLECTIVES, record)
+    return Run.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("brought", "reduces", "culprit"),
+    [
+        pytest.param([[0, 1, 0]], "SUM", 1, id="an error is summed"),
+        pytest.param([[0, 1]], "SUM", 1, id="an error of two ranks is summed"),
+        pytest.param([[1, 0, 1]], "SUM", 1, id="all but one are well"),
+        pytest.param([[1, 0, 1]], "MAX", (0, 2), id="any error is one"),
+        pytest.param([[0, 0, 1]], "MIN", (0, 1), id="all must be well"),
+        pytest.param([[0, 0, 1, 0]], "", 2, id="numbers are gathered"),
+        pytest.param([[2.5, NAN, 0.5]], "SUM", 1, id="a loss is not a number"),
+        pytest.param([[1, 1], [1, 1], [1, 0]], "SUM", 1, id="all were well before"),
+        pytest.param([[8, 8], [8, 8], [5, 8]], "SUM", 0, id="all had as many before"),
+        pytest.param([[0, 0], [0, 0]], "SUM", "every rank", id="all bring the same"),
+        pytest.param([[1, 1, 1]], "MAX", "every rank", id="all have an error"),
+        pytest.param([[2.5, 0.5]], "SUM", "every rank", id="losses differ"),
+        pytest.param([[0.0, 0.5]], "SUM", "every rank", id="a loss may be zero"),
+        pytest.param([[3, 4], [7, 4], [9, 0]], "SUM", "every rank", id="counts differ always"),
+        pytest.param([[0, None, 1]], "SUM", "every rank", id="a number is not known"),
+    ],
+)
+def test_whose_number_made_all_raise(
+    tmp_path: Path, brought: list[list[float | None]], reduces: str, culprit: object
+) -> None:
+    run = raised(tmp_path, brought, reduces)
+    assert (run.culprit, run.diagnosis.name) == (culprit, "own_exception")
+    assert ("brought" in run.verdict.sentence) == (culprit != "every rank")
+
+
+def test_who_raised_for_another_is_said_to_be_a_consequence(tmp_path: Path) -> None:
+    run = raised(tmp_path, [[0, 1, 0]])
+    assert run.verdict.sentence == (
+        "Rank 1 brought 1 to all_reduce #1 (line 3: raise Aborted(total)), ranks 0 and 2 0; "
+        "on that every rank raised Aborted: boom (line 3: raise Aborted(total))."
+    )
+    assert [rank.role for rank in run.ranks] == ["consequence", "culprit", "consequence"]
+    assert run.ranks[0].words == "was told that a rank had failed: a consequence"
+
+
+def test_who_left_quietly_after_it_told_of_its_error_is_named(tmp_path: Path) -> None:
+    run = raised(tmp_path, [[0, 0, 0], [0, 1, 0]], left=[1])
+    assert (run.culprit, run.verdict.kind) == (1, "told_by_others")
+    assert "ranks 0 and 2 0; on that ranks 0 and 2 raised Aborted" in run.verdict.sentence
+
+
+@pytest.mark.parametrize("last", [{"source": "x = y / 0"}, {"own": False}], ids=["not by choice", "in a library"])
+def test_what_nobody_chose_to_raise_is_no_matter_of_a_number(tmp_path: Path, last: dict[str, Any]) -> None:
+    assert raised(tmp_path, [[0, 1, 0]], last=last).culprit == "every rank"
+
+
+def test_of_objects_the_one_that_is_there_is_said(tmp_path: Path) -> None:
+    run = raised(tmp_path, [[0, 0], [0, 0], [1, 0], [1, 0]], "object")
+    assert run.culprit == 0 and "Rank 0 brought an object to all_reduce #4" in run.verdict.sentence
+    assert "rank 1 none; on that every rank raised" in run.verdict.sentence
