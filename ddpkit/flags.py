@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from .collectives import Collective
@@ -13,8 +14,9 @@ from .records import Rank
 
 OBJECT = "object"
 _CHOOSES = re.compile(r"\b(raise|assert)\b")
-# Of these one zero makes the whole zero, and what they tell is whether all is well.
-_ALL_MUST = ("MIN", "PRODUCT", "BAND")
+_FLAGS = {0.0, 1.0}
+# Which of two flags decides the whole: of a minimum one that is not set, as of "all is well", of a maximum one that is set.
+_DECIDES = {"MIN": 0, "PRODUCT": 0, "BAND": 0, "MAX": 1, "BOR": 1}
 
 
 def find_flag(raised: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
@@ -52,19 +54,24 @@ def _by_choice(rank: Rank) -> bool:
 
 
 def _odd(brings: Mapping[int, float], before: Collection[float | None], reduces: str) -> tuple[int, ...]:
-    """The ranks whose number tells that something is wrong: it is not finite; it is new where all had brought the same before;
-    or, of numbers that nobody had brought before, it is the one that decides the whole, or that fewer have."""
+    """The ranks whose number tells that something is wrong; empty where none does, or all do."""
+    odd: set[int] = set()
     zero = {rank for rank, number in brings.items() if not number}
-    rest, whole = set(brings) - zero, all(number % 1 == 0 for number in brings.values())
-    deciding = {"MAX": rest, "BOR": rest, **dict.fromkeys(_ALL_MUST, zero)}.get(reduces, min((rest, zero), key=len))
-    for odd in (
-        {rank for rank, number in brings.items() if not math.isfinite(number)},
-        {rank for rank, number in brings.items() if number not in before} if len(before) == 1 else set(),
-        deciding if whole and not before else set(),
-    ):
-        if 0 < len(odd) < len(brings):
-            return tuple(sorted(odd))
-    return ()
+    rest, numbers = set(brings) - zero, set(brings.values())
+    usual, times = Counter(brings.values()).most_common(1)[0]
+    if infinite := {rank for rank, number in brings.items() if not math.isfinite(number)}:
+        odd = infinite
+    elif before:
+        # It is new. How many samples there are may change with the last batch, and is summed.
+        constant = len(before) == 1 and (reduces != "SUM" or set(before) <= _FLAGS)
+        odd = {rank for rank, number in brings.items() if number not in before} if constant else set()
+    elif numbers <= _FLAGS and reduces in _DECIDES:
+        odd = zero if _DECIDES[reduces] == 0 else rest
+    elif zero and all(number % 1 == 0 for number in numbers):
+        odd = min((rest, zero), key=len)
+    elif reduces != "SUM" and 2 * times > len(brings):
+        odd = {rank for rank, number in brings.items() if number != usual}
+    return tuple(sorted(odd)) if len(odd) < len(brings) else ()
 
 
 def _sentence(

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
+# By these a backward has no collective.
+_MAY_NOT_SYNC = re.compile(r"\b(no_sync|require_backward_grad_sync)\b")
 # `if rank == 0`, `if here.rank`, `if args.local_rank < 1`, `if is_main_process()`.
 _ABOUT_RANK = re.compile(r"rank|is_?(main|master|primary|leader|chief)|main_?process", re.IGNORECASE)
 
@@ -73,7 +75,10 @@ def _lines(node: ast.stmt | ast.expr) -> range:
 def _loops(source: str) -> tuple[tuple[int, int, bool], ...]:
     """First and last line of each loop, and whether it goes on to its end; outer ones first."""
     nodes = (node for node in ast.walk(_parsed(source)) if isinstance(node, ast.For | ast.While))
-    return tuple(sorted((node.lineno, node.body[-1].end_lineno or 0, _to_the_end(node)) for node in nodes))
+    always_syncs = not _MAY_NOT_SYNC.search(source)
+    return tuple(
+        sorted((node.lineno, node.body[-1].end_lineno or 0, always_syncs and _to_the_end(node)) for node in nodes)
+    )
 
 
 def _to_the_end(loop: ast.For | ast.While) -> bool:
