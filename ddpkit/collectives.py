@@ -209,11 +209,18 @@ def parting(histories: Histories) -> Parting | None:
     rest = tuple(sorted(set(parted.joined) - set(parted.odd)))
     for done, inside in ((parted.odd, rest), (rest, parted.odd)):
         loop = next(iter(parted.joined[inside[0]].loops), "")
-        if _have_left_the_loop(done, parted.joined, histories) and all(
-            loop in parted.joined[rank].to_the_end for rank in inside
-        ):
+        whole = all(loop in parted.joined[rank].to_the_end for rank in inside)
+        # Who was elsewhere before may have passed the loop by this time.
+        from_there = all(loop in before.loops for before in _before(parted, histories))
+        if whole and from_there and _have_left_the_loop(done, parted.joined, histories):
             return replace(parted, done=done, loop=loop)
     return parted
+
+
+def _before(parted: Parting, histories: Histories) -> list[Collective]:
+    """What each rank had joined last before they parted."""
+    earlier = ([c for c in in_time(histories[n]) if c.at_ns < now.at_ns] for n, now in parted.joined.items())
+    return [calls[-1] for calls in earlier if calls]
 
 
 def _parting(histories: Histories) -> Parting | None:

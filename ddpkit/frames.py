@@ -26,6 +26,8 @@ _NOT_OWN = (
 )
 
 
+# Before a comment that is aligned with others.
+_ALIGNED = re.compile(r"\s{3,}(?=#)")
 _FOR_A_THREAD = re.compile(r"(threading|queue|futures[/\\]\w+)\.py$")
 _FOR_ITS_END = ("join", "result", "shutdown")
 _TRAINS = re.compile(r"torch.distributed.|_engine_run_backward")
@@ -44,7 +46,11 @@ class Frame:
     @property
     def text(self) -> str:
         """As the text forms quote it: `line 19: loss = net(x).mean()`, line counted as the cell or script counts."""
-        return f"line {self.line}: {self.source}" if self.source else f"line {self.line} of {Path(self.file).name}"
+        return (
+            f"line {self.line}: {_ALIGNED.sub('  ', self.source)}"
+            if self.source
+            else f"line {self.line} of {Path(self.file).name}"
+        )
 
 
 def stack_frames(dump: str, cells: dict[str, str]) -> list[Frame]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit.rank.around import about_rank, choice, loops
+from ddpkit.rank.around import about_rank, choice, loops, may_return_before
 
 PROGRAM = """\
 if step == 4:
@@ -110,6 +110,29 @@ def test_whether_a_loop_goes_on_to_the_end_of_what_it_goes_through(tmp_path: Pat
     file.write_text(f"{loop}\n    train(batch)\n" if loop.startswith("for") else f"{loop}\n    train()\n")
     last = len(file.read_text().splitlines())
     assert [found.to_the_end for found in loops(str(file), last)] == [whole]
+
+
+RETURNS = """\
+def validate(rows):
+    if not rows:
+        return None
+    return agree(rows)
+
+def train(loader):
+    for batch in loader:
+        if not batch:
+            continue
+        step(batch)
+    agree()
+"""
+
+
+@pytest.mark.parametrize(("line", "may"), [(2, False), (4, True), (9, False), (10, False), (11, False), (99, False)])
+def test_whether_a_function_may_return_before_it_comes_to_a_line(tmp_path: Path, line: int, may: bool) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(RETURNS)
+    assert may_return_before(str(file), line) == may
+    assert (choice(str(file), line) == 9) == (line == 10), "a turn may be cut short before it"
 
 
 def test_without_a_source_there_is_none(tmp_path: Path) -> None:

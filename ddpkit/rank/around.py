@@ -44,9 +44,20 @@ def choice(file: str, line: int) -> int:
     return max((first for first, chosen in _choices(source) if line in chosen), default=0)
 
 
+def may_return_before(file: str, line: int) -> bool:
+    """Whether the function may return before it comes to that line, under an `if` or the like."""
+    functions = (
+        node
+        for node in ast.walk(_parsed("".join(linecache.getlines(file))))
+        if isinstance(node, ast.FunctionDef) and line in _lines(node)
+    )
+    own = max(functions, key=lambda node: node.lineno, default=None)
+    return own is not None and any(isinstance(n, ast.Return) and n.lineno < line for n in ast.walk(own))
+
+
 @cache
 def _choices(source: str) -> tuple[tuple[int, range], ...]:
-    """The line of each `if`, `match`, `except`, `and` and `or`, with the lines that depend on it."""
+    """The line of each `if`, `match`, `except`, `and`, `or` and `continue`, with the lines that depend on it."""
     found: list[tuple[int, range]] = []
     for node in ast.walk(_parsed(source)):
         chosen: list[ast.stmt | ast.expr] = []
@@ -60,6 +71,9 @@ def _choices(source: str) -> tuple[tuple[int, range], ...]:
             chosen = _calls([node.body, node.orelse])
         line = node.pattern.lineno if isinstance(node, ast.match_case) else getattr(node, "lineno", 0)
         found += [(line, _lines(child)) for child in chosen]
+        if isinstance(node, ast.For | ast.While):
+            turns = [n for n in ast.walk(node) if isinstance(n, ast.Continue)]
+            found += [(n.lineno, range(n.lineno + 1, (node.end_lineno or 0) + 1)) for n in turns]
     return tuple(found)
 
 

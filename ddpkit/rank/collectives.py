@@ -20,7 +20,7 @@ from typing import Any
 from ddpkit import wire
 
 from . import failure, keys, peers
-from .around import Loop, about_rank, choice, loops
+from .around import Loop, about_rank, choice, loops, may_return_before
 
 # The rest of a long record is read by nobody, and the frames of one entry take ten times the room of its numbers.
 MOST_PLACES = 64
@@ -183,7 +183,7 @@ def _under(frames: list[dict[str, Any]]) -> dict[str, Any]:
     surely = True
     for line in own:
         around += [loop._replace(always=surely and loop.always) for loop in loops(*line)]
-        surely = surely and not choice(*line)
+        surely = surely and not choice(*line) and not may_return_before(*line)
     return {
         "only_if": next(filter(None, (about_rank(*line) for line in own)), ""),
         "loops": [loop.at for loop in around],
