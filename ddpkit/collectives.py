@@ -208,19 +208,22 @@ def parting(histories: Histories) -> Parting | None:
         return parted
     rest = tuple(sorted(set(parted.joined) - set(parted.odd)))
     for done, inside in ((parted.odd, rest), (rest, parted.odd)):
-        loop = next(iter(parted.joined[inside[0]].loops), "")
-        whole = all(loop in parted.joined[rank].to_the_end for rank in inside)
-        # Who was elsewhere before may have passed the loop by this time.
-        from_there = all(loop in before.loops for before in _before(parted, histories))
-        if whole and from_there and _have_left_the_loop(done, parted.joined, histories):
+        if loop := _loop_left(done, inside, parted.joined, histories):
             return replace(parted, done=done, loop=loop)
     return parted
 
 
-def _before(parted: Parting, histories: Histories) -> list[Collective]:
-    """What each rank had joined last before they parted."""
-    earlier = ([c for c in in_time(histories[n]) if c.at_ns < now.at_ns] for n, now in parted.joined.items())
-    return [calls[-1] for calls in earlier if calls]
+def _loop_left(
+    done: Sequence[int], inside: Sequence[int], joined: Mapping[int, Collective], histories: Histories
+) -> str:
+    """The innermost loop that these ranks have come to the end of, and in which the others still are; "" where they may have left
+    it otherwise, or have been elsewhere before and so may have passed it by this time."""
+    loop = next(iter(joined[inside[0]].loops), "")
+    left = {each for n in inside for each in joined[n].loops} - {each for n in done for each in joined[n].loops}
+    before = ([c for c in in_time(histories[n]) if c.at_ns < now.at_ns][-1:] for n, now in joined.items())
+    whole = all(left <= {*joined[n].to_the_end} for n in inside)
+    from_there = all(loop in call.loops for calls in before for call in calls)
+    return loop if whole and from_there and _have_left_the_loop(done, joined, histories) else ""
 
 
 def _parting(histories: Histories) -> Parting | None:

@@ -15,33 +15,50 @@ from .records import Rank
 OBJECT = "object"
 _CHOOSES = re.compile(r"\b(raise|assert)\b")
 _FLAGS = {0.0, 1.0}
-# Which of two flags decides the whole: of a minimum one that is not set, as of "all is well", of a maximum one that is set.
-_DECIDES = {"MIN": 0, "PRODUCT": 0, "BAND": 0, "MAX": 1, "BOR": 1}
+# Which of two flags decides the whole: of a minimum one that is not set, as of "all is well", of a maximum one that is set,
+# and of objects one that tells of an error.
+_DECIDES = {"MIN": 0, "PRODUCT": 0, "BAND": 0, "MAX": 1, "BOR": 1, OBJECT: 1}
 
 
 def find_flag(raised: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
-    """Who brought another number than the others to the last collective of all, of a single number each, after which others
-    `raised` by choice, all at one line. None where nobody did, or the numbers do not say."""
+    """Who brought another number than the others to the last collective of all, of a single number each, or sent one to all of
+    them, after which others `raised` by choice, all at one line. None where nobody did, or the numbers do not say."""
     joined = {rank.rank: rank.collectives[-1] for rank in ranks if rank.collectives}
     last = next(iter(joined.values()), None)
-    if last is None or len(joined) < len(ranks):
+    if last is None or len(joined) < len(ranks) or any(call.key != last.key for call in joined.values()):
         return None
-    if any(call.key != last.key or call.brings is None for call in joined.values()):
+    sender = last.root if last.op == "broadcast" else None
+    brings = {n: call.brings for n, call in joined.items() if call.brings is not None and sender in (None, n)}
+    if len(brings) < (len(joined) if sender is None else 1):
         return None
-    # One of objects is two: their sizes, and they.
-    until = last.seq - (last.reduces == OBJECT)
-    same = [
-        c for r in ranks for c in r.collectives if (c.call, c.group, c.setup) == (last.call, last.group, last.setup)
-    ]
-    before = {c.brings for c in same if c.seq < until}
-    brings = {number: call.brings for number, call in joined.items() if call.brings is not None}
-    odd = _odd(brings, before, last.reduces)
+    before = _before(last, [rank for rank in ranks if rank.rank in brings])
+    odd = (
+        _odd(brings, before, last.reduces)
+        if sender is None
+        else tuple(brings)
+        if _is_new(brings[sender], before)
+        else ()
+    )
     told = [rank for rank in raised if rank.rank not in odd]
     lines = {rank.failure.line_text for rank in told if rank.failure}
     if not odd or len(lines) != 1 or not all(map(_by_choice, told)):
         return None
     kind = "own" if any(rank.rank in odd for rank in raised) else "told_by_others"
     return Finding(odd, _sentence(odd, joined, raised, told), kind)
+
+
+def _before(last: Collective, ranks: Sequence[Rank]) -> set[float]:
+    """What these ranks have brought to the same call before."""
+    # One of objects is two: their sizes, and they.
+    until = last.seq - (last.reduces == OBJECT)
+    same = (last.call, last.group, last.setup)
+    calls = [c for rank in ranks for c in rank.collectives if (c.call, c.group, c.setup) == same]
+    return {c.brings for c in calls if c.seq < until and c.brings is not None}
+
+
+def _is_new(number: float, before: Collection[float]) -> bool:
+    """Whether it is not what was always sent, or, sent for the first time, a flag that is set or not finite."""
+    return not math.isfinite(number) or (number not in before if before else number == 1)
 
 
 def _by_choice(rank: Rank) -> bool:
@@ -53,7 +70,7 @@ def _by_choice(rank: Rank) -> bool:
     return failure.type in LEAVES or (last is not None and last.own and bool(_CHOOSES.search(last.source)))
 
 
-def _odd(brings: Mapping[int, float], before: Collection[float | None], reduces: str) -> tuple[int, ...]:
+def _odd(brings: Mapping[int, float], before: Collection[float], reduces: str) -> tuple[int, ...]:
     """The ranks whose number tells that something is wrong; empty where none does, or all do."""
     odd: set[int] = set()
     zero = {rank for rank, number in brings.items() if not number}
@@ -77,16 +94,21 @@ def _odd(brings: Mapping[int, float], before: Collection[float | None], reduces:
 def _sentence(
     odd: tuple[int, ...], joined: Mapping[int, Collective], raised: Sequence[Rank], told: Sequence[Rank]
 ) -> str:
-    call = joined[odd[0]]
-    others = [number for number in joined if number not in odd]
-    theirs = ranks_said(odd), _numbers(odd, joined), f"{call.name}{call.from_line}"
-    whoever = "every rank" if len(raised) == len(joined) else ranks_said([r.rank for r in told]).lower()
-    opening = f"{theirs[0]} brought {theirs[1]} to {theirs[2]}, {ranks_said(others).lower()} {_numbers(others, joined)}"
-    return f"{opening}; on that {whoever} {common_deed(raised if whoever == 'every rank' else told)}."
+    call, others = joined[odd[0]], [number for number in joined if number not in odd]
+    of_all = len(raised) == len(joined)
+    whoever = "every rank" if of_all else ranks_said([r.rank for r in told]).lower()
+    who, what, to = ranks_said(odd), _numbers(odd, joined), f"{call.name}{call.from_line}"
+    if call.op == "broadcast":
+        opening = f"{who} sent {what} to the others in {to}"
+    elif call.reduces == OBJECT:
+        opening = f"{who} brought {what} to {to}, unlike {ranks_said(others).lower()}"
+    else:
+        opening = f"{who} brought {what} to {to}, {ranks_said(others).lower()} {_numbers(others, joined)}"
+    return f"{opening}; on that {whoever} {common_deed(raised if of_all else told)}."
 
 
 def _numbers(ranks: Sequence[int], joined: Mapping[int, Collective]) -> str:
-    """`1`, or `0 and 2`; of objects, which are no numbers, whether there were any."""
+    """`1`, or `0 and 2`; of objects what was found in them."""
     if joined[ranks[0]].reduces == OBJECT:
-        return "an object" if joined[ranks[0]].brings else "none"
+        return "word of an error"
     return " and ".join(sorted({f"{joined[number].brings:g}" for number in ranks}))

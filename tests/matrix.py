@@ -1763,7 +1763,10 @@ CASES = [
         """,
         0,
         "own_exception",
-        says=("Rank 0 brought an object to all_gather #5 ", "rank 1 none; on that every rank raised RuntimeError"),
+        says=(
+            "Rank 0 brought word of an error to all_gather #5 ",
+            "unlike rank 1; on that every rank raised RuntimeError",
+        ),
         since_2_13=True,
     ),
     case(

@@ -174,8 +174,9 @@ ALLOWED: dict[str, set[str]] = {
     "rank.around": set(),
     "rank.collectives": {"rank.around", "wire", "rank.failure", "rank.keys", "rank.peers"},
     "rank.keys": {"rank.failure"},
-    "rank.peers": {"rank.failure"},
-    "rank.observe": {"rank.collectives", "rank.failure", "rank.keys", "rank.peers"},
+    "rank.peers": {"rank.brought", "rank.failure"},
+    "rank.brought": set(),
+    "rank.observe": {"rank.brought", "rank.collectives", "rank.failure", "rank.keys", "rank.peers"},
     "rank.function": {"wire"},
     "rank.process_group": {
         *(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from test_records import write_rank, write_run
 
 from ddpkit import Run, wire
+from ddpkit.rank.brought import number_of
 
 NAN = float("nan")
 LAST = {"file": "/t.py", "line": 5, "function": "f", "source": "raise Aborted(total)", "own": True}
@@ -21,9 +22,10 @@ def raised(
     reduces: str = "SUM",
     last: dict[str, Any] | None = None,
     left: Sequence[int] = (),
+    root: int | None = None,
 ) -> Run:
     """A run whose ranks `brought` these numbers, one list a round, to one collective, and raised after the last at the line
-    `last`, but those that have `left` with exit code 0."""
+    `last`, but those that have `left` with exit code 0. With a `root`, that one sent its numbers to all."""
     frame = LAST | (last or {})
     write_run(folder, nproc=len(brought[0]))
     for rank in range(len(brought[0])):
@@ -32,7 +34,7 @@ def raised(
         entries = [
             {
                 "seq": number,
-                "op": "all_reduce",
+                "op": "all_reduce" if root is None else "broadcast",
                 "p2p": False,
                 "group": "0",
                 "group_name": "default_pg",
@@ -44,6 +46,7 @@ def raised(
                 "where": LAST | {"line": 3},
                 "brings": numbers[rank],
                 "reduces": reduces,
+                "root": root,
             }
             for number, numbers in enumerate(brought, 1)
         ]
@@ -105,7 +108,57 @@ def test_what_nobody_chose_to_raise_is_no_matter_of_a_number(tmp_path: Path, las
     assert raised(tmp_path, [[0, 1, 0]], last=last).culprit == "every rank"
 
 
-def test_of_objects_the_one_that_is_there_is_said(tmp_path: Path) -> None:
+def test_of_objects_what_was_found_in_them_is_said(tmp_path: Path) -> None:
     run = raised(tmp_path, [[0, 0], [0, 0], [1, 0], [1, 0]], "object")
-    assert run.culprit == 0 and "Rank 0 brought an object to all_reduce #4" in run.verdict.sentence
-    assert "rank 1 none; on that every rank raised" in run.verdict.sentence
+    assert run.culprit == 0 and "Rank 0 brought word of an error to all_reduce #4" in run.verdict.sentence
+    assert ", unlike rank 1; on that every rank raised" in run.verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("sent", "culprit"),
+    [([1], 0), ([0, 1], 0), ([0, NAN], 0), ([1, 1], "every rank"), ([0], "every rank"), ([7], "every rank")],
+)
+def test_whoever_sent_all_ranks_the_number_on_which_they_raised(
+    tmp_path: Path, sent: list[float], culprit: object
+) -> None:
+    run = raised(tmp_path, [[number, 0, 0] for number in sent], "", root=0)
+    assert run.culprit == culprit
+    assert (f"Rank 0 sent {sent[-1]:g} to the others in broadcast #" in run.verdict.sentence) == (culprit == 0)
+
+
+class Status(NamedTuple):
+    """What a program may gather."""
+
+    rank: int
+    error: str | None
+
+
+@pytest.mark.parametrize(
+    ("told", "number"),
+    [
+        (None, 0),
+        ("", 0),
+        ("disk is full", 1),
+        ("OK", 0),
+        (ValueError("boom"), 1),
+        ({"rank": 1, "error": None}, 0),
+        ({"rank": 1, "error": "boom"}, 1),
+        ({"ok": False, "loss": 0.5}, 1),
+        ({"loss": 0.5}, 0),
+        (Status(3, None), 0),
+        (Status(3, "boom"), 1),
+        ((3, None), 0),
+        ((3, "boom"), 1),
+        (True, 1),
+        (3, 0),
+    ],
+)
+def test_whether_an_object_tells_of_an_error(told: object, number: int) -> None:
+    assert number_of("all_gather_object", {"obj": told}) == number
+
+
+def test_a_text_that_is_sent_to_all_tells_of_an_error_only_in_words() -> None:
+    sent = [
+        number_of("broadcast_object_list", {"object_list": [text]}) for text in ("run-7", "OSError: no space", None)
+    ]
+    assert sent == [0, 1, 0]

@@ -79,7 +79,7 @@ def evidence(
             "only_if": "if rank == 1" if call[1] == for_some else "",
             "loops": LOOPS.get(call[1], ["/t.py:4", "/t.py:2"] if call[1] < 10 else []),
             "every_turn": [] if call[1] == 30 else LOOPS.get(call[1], []),
-            "to_the_end": ["/t.py:4"] if call[1] == 6 else [],
+            "to_the_end": {6: ["/t.py:4", "/t.py:2"], 7: ["/t.py:4"]}.get(call[1], []),
         }
         for number, (call, group) in enumerate(zip(calls, group_of, strict=True), 1)
     ]
@@ -223,7 +223,9 @@ def test_who_has_left_the_loop_in_which_the_other_goes_on_left_the_common_way(tm
     assert run.culprit == 1 and "the loop that is left there goes on elsewhere" in run.verdict.sentence
 
 
-@pytest.mark.parametrize(("waits_in", "sentence"), [(6, "Rank 1 has fewer"), (5, "left the common way")])
+@pytest.mark.parametrize(
+    ("waits_in", "sentence"), [(6, "Rank 1 has fewer"), (7, "left the common way"), (5, "left the common way")]
+)
 def test_who_has_come_to_the_end_of_a_loop_before_the_others_has_fewer_turns(
     tmp_path: Path, waits_in: int, sentence: str
 ) -> None:

@@ -57,13 +57,16 @@ def may_return_before(file: str, line: int) -> bool:
 
 @cache
 def _choices(source: str) -> tuple[tuple[int, range], ...]:
-    """The line of each `if`, `match`, `except`, `and`, `or` and `continue`, with the lines that depend on it."""
+    """The line of each `if`, `match`, `try`, `except`, `and`, `or` and `continue`, with the lines that depend on it."""
     found: list[tuple[int, range]] = []
     for node in ast.walk(_parsed(source)):
         chosen: list[ast.stmt | ast.expr] = []
         if isinstance(node, ast.If):
             chosen = [*node.body, *node.orelse]
         elif isinstance(node, ast.ExceptHandler | ast.match_case):
+            chosen = [*node.body]
+        elif isinstance(node, ast.Try) and not all(isinstance(h.body[-1], ast.Raise) for h in node.handlers):
+            # What fails in it may be swallowed, and the rest of it left out.
             chosen = [*node.body]
         elif isinstance(node, ast.BoolOp):
             chosen = _calls(node.values[1:])

@@ -16,7 +16,7 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-from . import collectives, failure, keys, peers
+from . import brought, collectives, failure, keys, peers
 
 _WATCHED = "torch.distributed.distributed_c10d"
 
@@ -42,7 +42,7 @@ def _watch(module: ModuleType) -> None:
     calls = {"init_process_group": _joining, "destroy_process_group": _leaving}
     calls |= dict.fromkeys(("send", "recv", "isend", "irecv"), _exchanging)
     calls |= dict.fromkeys(("broadcast", "scatter", "reduce", "gather"), _calling)
-    calls |= dict.fromkeys(("all_reduce", "all_gather", "all_gather_into_tensor", peers.OF_OBJECTS), _calling)
+    calls |= dict.fromkeys(("all_reduce", "all_gather", "all_gather_into_tensor", *brought.OF_OBJECTS), _calling)
     calls |= dict.fromkeys(("barrier", "monitored_barrier"), _letting_go)
     for name, watched in calls.items():
         module.__dict__[name] = watched(module.__dict__[name])
@@ -118,7 +118,7 @@ def _exchanging(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, a collective, with a note of the rank from or to which it is, or of its only number: no recorder keeps them."""
+    """`call`, a collective, with a note of the rank from or to which it is, and of its only number: no recorder keeps them."""
     op = call.__name__
     # Binding all arguments takes as long as a small broadcast.
     asked = [(place, name) for place, name in enumerate(inspect.signature(call).parameters) if name in peers.ASKED]

@@ -15,11 +15,11 @@ from types import FrameType
 from typing import Any
 
 from . import failure
+from .brought import OF_OBJECTS, number_of
 
 MOST = 2000
-OF_OBJECTS = "all_gather_object"
 # The arguments of a collective that are looked at.
-ASKED = ("dst", "src", "tensor", "input_tensor", "op", "obj")
+ASKED = ("dst", "src", "tensor", "input_tensor", "op", "obj", "object_list")
 
 _count = 0
 # The last sends and receives that began, and the user's line of each.
@@ -100,8 +100,8 @@ def requested() -> list[int]:
 
 def begin_call(op: str, asked: Mapping[str, Any]) -> Called:
     """A call of a collective begins; `asked` are those of its arguments that are named in `ASKED`. To be ended by its `end()`."""
-    reduces = {"all_reduce": getattr(asked.get("op"), "name", "SUM"), OF_OBJECTS: "object"}.get(op, "")
-    call = Called(time.time_ns(), op, _other_rank(asked), _number(op, asked), reduces)
+    reduces = getattr(asked.get("op"), "name", "SUM") if op == "all_reduce" else "object" if op in OF_OBJECTS else ""
+    call = Called(time.time_ns(), op, _other_rank(asked), number_of(op, asked), reduces)
     _called.append(call)
     return call
 
@@ -113,23 +113,11 @@ def calls() -> Callable[[str, int], Called | None]:
 
     def call_of(op: str, created_ns: int) -> Called | None:
         until = bisect.bisect(kept, created_ns, key=lambda call: call.began_ns)
-        # One of objects gathers their sizes, and then them, in calls of its own.
+        # One of objects is two of tensors, their sizes and they, in calls of its own.
         recent = [call for call in kept[max(until - 3, 0) : until] if created_ns <= (call.over_ns or created_ns)]
-        return next((call for call in recent if call.op in (op, OF_OBJECTS)), None)
+        return next((call for call in recent if call.op in (op, *OF_OBJECTS)), None)
 
     return call_of
-
-
-def _number(op: str, asked: Mapping[str, Any]) -> float | None:
-    """The only number that this rank brings to a collective; None where it brings more, or has it on a GPU, for which one would
-    have to wait. Of an object, 0 where there is none or it is empty, else 1."""
-    with contextlib.suppress(Exception):
-        if op == OF_OBJECTS:
-            return float(bool(asked["obj"]))
-        tensor = asked["tensor"] if "tensor" in asked else asked["input_tensor"]
-        if op.startswith("all_") and tensor.numel() == 1 and tensor.device.type == "cpu":
-            return float(tensor.detach().item())
-    return None
 
 
 def _other_rank(asked: Mapping[str, Any]) -> int | None:

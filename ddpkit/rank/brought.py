@@ -1,0 +1,48 @@
+"""What a rank brings to a collective of a single number or object, where that may be how it tells the others of an error."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+OF_OBJECTS = ("all_gather_object", "broadcast_object_list")
+_BAD = re.compile(r"err|fail|exc|abort", re.IGNORECASE)
+_GOOD = re.compile(r"ok(ay)?|success(ful)?|succeeded|healthy|done|passed", re.IGNORECASE)
+
+
+def number_of(op: str, asked: Mapping[str, Any]) -> float | None:
+    """The only number that this rank brings to a collective of these arguments; None where it brings more, or has it on a GPU,
+    for which one would have to wait. Of objects, 1 where one tells of an error, else 0."""
+    with contextlib.suppress(Exception):
+        if op in OF_OBJECTS:
+            gathered = "obj" in asked
+            return float(_tells_of_an_error(asked["obj" if gathered else "object_list"], by_any_text=gathered))
+        tensor = asked["tensor"] if "tensor" in asked else asked["input_tensor"]
+        if (op.startswith("all_") or op == "broadcast") and tensor.numel() == 1 and tensor.device.type == "cpu":
+            return float(tensor.detach().item())
+    return None
+
+
+def _tells_of_an_error(told: Any, by_any_text: bool) -> bool:
+    """Whether an object says that something went wrong, as far as its names and texts tell; or `by_any_text`, where ranks may be
+    held against each other. Of a flag, whether it is set."""
+    if isinstance(told, str):
+        return bool(told) and not _GOOD.fullmatch(told) and (by_any_text or bool(_BAD.search(told)))
+    if isinstance(told, BaseException | bool):
+        return bool(told)
+    named = (
+        told
+        if isinstance(told, dict)
+        else told._asdict()
+        if hasattr(told, "_asdict")
+        else getattr(told, "__dict__", {})
+    )
+    for name, value in named.items():
+        if _BAD.search(str(name)):
+            return bool(value)
+        if _GOOD.fullmatch(str(name)):
+            return not value
+    several = isinstance(told, list | tuple) and not named
+    return several and any(_tells_of_an_error(each, by_any_text) for each in told)
