@@ -31,8 +31,9 @@ class Collective:
 
     Of a rank that gloo aborted no sizes may be known but how long its messages are, `message_bytes`; 0 where nobody asked. Of
     a send or receive it is its length. `root` is the rank from or to which it is; None where there is none, or it was not kept.
-    `brings` is the only number that this rank had for it (None where it had more, or it was not kept), `reduces` what is made
-    of the ranks' numbers: "SUM", "MAX" and so on, "" where they are gathered. Of an "object" it is 0 where that is empty, else 1.
+    `brings` is the only number that this rank had for it (None where it had more, or it was not kept; of an "object" 1 where that
+    tells of an error), `reduces` what is made of the ranks' numbers: "SUM", "MAX" and so on, "" where they are only passed on.
+    `raising`: it was called while an exception was on its way, in a `finally` say.
     `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
     """
 
@@ -56,6 +57,7 @@ class Collective:
     root: int | None = None
     brings: float | None = None
     reduces: str = ""
+    raising: bool = False
 
     def __repr__(self) -> str:
         return f"{'done' if self.done else 'waiting'} in {self.name}{self.from_line}"
@@ -182,6 +184,7 @@ def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
         root=entry.get("root"),
         brings=entry.get("brings"),
         reduces=entry.get("reduces", ""),
+        raising=entry.get("raising", False),
     )
 
 
@@ -217,12 +220,14 @@ def _loop_left(
     done: Sequence[int], inside: Sequence[int], joined: Mapping[int, Collective], histories: Histories
 ) -> str:
     """The innermost loop that these ranks have come to the end of, and in which the others still are; "" where they may have left
-    it otherwise, or have been elsewhere before and so may have passed it by this time."""
+    it otherwise, as by an exception, or have been elsewhere before and so may have passed it by this time."""
     loop = next(iter(joined[inside[0]].loops), "")
     left = {each for n in inside for each in joined[n].loops} - {each for n in done for each in joined[n].loops}
     before = ([c for c in in_time(histories[n]) if c.at_ns < now.at_ns][-1:] for n, now in joined.items())
     whole = all(left <= {*joined[n].to_the_end} for n in inside)
     from_there = all(loop in call.loops for calls in before for call in calls)
+    if any(joined[n].raising for n in done):
+        return ""
     return loop if whole and from_there and _have_left_the_loop(done, joined, histories) else ""
 
 

@@ -152,6 +152,9 @@ def diagnose(ranks: Sequence[Rank], verdict: Verdict, torchrun_log: str = "") ->
     if kind == "tie":
         suspects = [r for r in suspects if verdict.roles.get(r.rank, "own") == "own"]
     asked = [] if kind in _SETTLED else [w for r in suspects for w in _words_of(r)]
+    if kind == "told_by_others":
+        # Where it came to a stand after its failure is no cause of that.
+        asked = [words for words in asked if words.place != "native"]
     if not at_fault and kind in _TORCHRUN_KNOWS:
         asked.append(_Words(None, "torchrun", wire.AGENT_LOG, 1, "", torchrun_log, 99))
     died = [r for r in suspects if verdict.roles.get(r.rank) != "consequence"]

@@ -99,8 +99,16 @@ def _loops(source: str) -> tuple[tuple[int, int, bool], ...]:
 
 
 def _to_the_end(loop: ast.For | ast.While) -> bool:
-    cut_short = (ast.Break, ast.Continue, ast.Return, ast.Try)
-    return isinstance(loop, ast.For) and not any(isinstance(node, cut_short) for node in ast.walk(loop))
+    if not isinstance(loop, ast.For) or _goes_on_from(loop.iter):
+        return False
+    return not any(isinstance(node, ast.Break | ast.Continue | ast.Return | ast.Try) for node in ast.walk(loop))
+
+
+def _goes_on_from(iterable: ast.expr) -> bool:
+    """Whether it is `range(start, end)`: a rank that resumes has its own start."""
+    if not (isinstance(iterable, ast.Call) and ast.unparse(iterable.func) == "range"):
+        return False
+    return len(iterable.args) > 1 and not isinstance(iterable.args[0], ast.Constant)
 
 
 @cache

@@ -165,6 +165,7 @@ def _entry(entry: dict[str, Any], placed: bool, call_of: Callable[[str, int], pe
         "root": call.root if call else None,
         "brings": call.brings if call else None,
         "reduces": call.reduces if call else "",
+        "raising": call is not None and call.raising,
         "sizes": entry["input_sizes"],
         "dtypes": entry["input_dtypes"],
         "at_ns": entry["time_created_ns"],

@@ -19,6 +19,9 @@ from typing import Any
 from . import brought, collectives, failure, keys, peers
 
 _WATCHED = "torch.distributed.distributed_c10d"
+_FROM_ONE_OR_TO_ONE = ("broadcast", "scatter", "reduce", "gather")
+# From these the others go on once all have come.
+_FOR_ALL = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor")
 
 
 def arm() -> None:
@@ -41,9 +44,7 @@ def meet(name: str, then: Callable[[ModuleType], None]) -> None:
 def _watch(module: ModuleType) -> None:
     calls = {"init_process_group": _joining, "destroy_process_group": _leaving}
     calls |= dict.fromkeys(("send", "recv", "isend", "irecv"), _exchanging)
-    calls |= dict.fromkeys(("broadcast", "scatter", "reduce", "gather"), _calling)
-    calls |= dict.fromkeys(("all_reduce", "all_gather", "all_gather_into_tensor", *brought.OF_OBJECTS), _calling)
-    calls |= dict.fromkeys(("barrier", "monitored_barrier"), _letting_go)
+    calls |= dict.fromkeys((*_FROM_ONE_OR_TO_ONE, *_FOR_ALL, *brought.OF_OBJECTS), _calling)
     for name, watched in calls.items():
         module.__dict__[name] = watched(module.__dict__[name])
     module.__dict__["new_group"] = _grouping(module.__dict__["new_group"])
@@ -118,34 +119,24 @@ def _exchanging(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, a collective, with a note of the rank from or to which it is, and of its only number: no recorder keeps them."""
+    """`call`, a collective, with a note of the rank from or to which it is, of its only number, and of the exception that passes
+    through, stamped before the others may go on, and meet what it left: no recorder keeps them."""
     op = call.__name__
     # Binding all arguments takes as long as a small broadcast.
     asked = [(place, name) for place, name in enumerate(inspect.signature(call).parameters) if name in peers.ASKED]
 
     @functools.wraps(call)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        failure.stamp(sys.exc_info()[1])
-        under_way = peers.begin_call(
-            op, {**kwargs, **{name: args[place] for place, name in asked if place < len(args)}}
-        )
+        in_flight = sys.exc_info()[1]
+        failure.stamp(in_flight, lets_go=op in _FOR_ALL)
+        given = {**kwargs, **{name: args[place] for place, name in asked if place < len(args)}}
+        under_way = peers.begin_call(op, given, raising=in_flight is not None)
         try:
             return call(*args, **kwargs)
         finally:
             under_way.end()
 
     return noted
-
-
-def _letting_go(barrier: Callable[..., Any]) -> Callable[..., Any]:
-    """`barrier`, with the exception that is passing through stamped before the others may go on, and meet what it left."""
-
-    @functools.wraps(barrier)
-    def stamped(*args: Any, **kwargs: Any) -> Any:
-        failure.stamp(sys.exc_info()[1], lets_go=True)
-        return barrier(*args, **kwargs)
-
-    return stamped
 
 
 def _grouping(make: Callable[..., Any]) -> Callable[..., Any]:

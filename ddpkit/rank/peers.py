@@ -32,14 +32,15 @@ _requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 @dataclass
 class Called:
     """A call of a collective from or to rank `root`, or of a single number of this rank's, `brings`; `reduces` is what is made of
-    all numbers ("SUM", "MAX", ...; "" where they are only gathered, "object" where objects are). When it began and was over, 0
-    while it is not."""
+    all numbers ("SUM", "MAX", ...; "" where they are only passed on, "object" where objects are); `raising`: an exception was
+    on its way. When it began and was over, 0 while it is not."""
 
     began_ns: int
     op: str
     root: int | None
     brings: float | None
     reduces: str
+    raising: bool
     over_ns: int = 0
 
     def end(self) -> None:
@@ -98,10 +99,11 @@ def requested() -> list[int]:
     return sorted(begun)
 
 
-def begin_call(op: str, asked: Mapping[str, Any]) -> Called:
-    """A call of a collective begins; `asked` are those of its arguments that are named in `ASKED`. To be ended by its `end()`."""
+def begin_call(op: str, asked: Mapping[str, Any], raising: bool) -> Called:
+    """A call of a collective begins, `raising` while an exception is on its way; `asked` are those of its arguments that are
+    named in `ASKED`. To be ended by its `end()`."""
     reduces = getattr(asked.get("op"), "name", "SUM") if op == "all_reduce" else "object" if op in OF_OBJECTS else ""
-    call = Called(time.time_ns(), op, _other_rank(asked), number_of(op, asked), reduces)
+    call = Called(time.time_ns(), op, _other_rank(asked), number_of(op, asked), reduces, raising)
     _called.append(call)
     return call
 
