@@ -186,13 +186,14 @@ class Watcher:
                 if silent_s > limits.stall_s + FRESH_S:
                     self._finding = self._look(ranks, "stall")
                 self.job.stop("stall")
-        elif self._finding is not None:
-            self._finding = None
-            withdraw(ranks)
-        elif self._looked_at_failure_of < (attempt := _failed_attempt(ranks)):
-            # The keeper of a rank that failed holds its end back, so that those it may have waited for still live.
-            self._looked_at_failure_of = attempt
-            self._look(ranks, "failure")
+        else:
+            if self._finding is not None:
+                self._finding = None
+                withdraw(ranks)
+            if self._looked_at_failure_of < (attempt := _failed_attempt(ranks)):
+                # The keeper of a rank that failed holds its end back, so that those it may have waited for still live.
+                self._looked_at_failure_of = attempt
+                self._look(ranks, "failure")
 
     def _may_still_come(self, ranks: Sequence[Rank], silent_s: float) -> bool:
         """Whether whoever holds the job up computes, as a rank does that imports torch on a busy machine, or a child of it, or

@@ -1785,6 +1785,22 @@ CASES = [
         since_2_13=True,
     ),
     case(
+        "ranks give up waiting for one that sits, after all were looked at in the standstill",
+        """
+        if rank == 1:
+            import queue
+            queue.Queue().get()
+        dist.all_reduce(torch.ones(8))
+        """,
+        1,
+        "skipped_collective",
+        IMPATIENT.replace("seconds=2", "seconds=5"),
+        nproc=3,
+        options={"stall": 2},
+        says=("Rank 1 never joined all_reduce #4", "queue.Queue().get()"),
+        since_2_13=True,
+    ),
+    case(
         "ranks are ended by guards of their own while they wait for one that is in a barrier of its own",
         """
         import threading
