@@ -18,7 +18,7 @@ PLACES = ("failure", "stderr", "torchrun", "log", "native")
 
 # What a verdict can be (`Verdict.kind`); a page may be named by one.
 KINDS = frozenset(
-    "passed own told_by_others tie left_early never_joined unmatched no_key straggler mismatch ran_out shapes_differ "
+    "passed own told_by_others tie left_early never_joined unmatched no_key straggler mismatch ran_out not_finite shapes_differ "
     "stopped_process loader_stuck loader_dead init_waiting init_elsewhere stale_addresses all_waiting stuck busy silent "
     "agent_killed agent_failed peer_lost gave_up ended timed_out unknown".split()
 )

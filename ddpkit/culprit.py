@@ -192,6 +192,8 @@ def _among_own(own: Sequence[Rank], world_size: int) -> Found:
         beside = f"rank {first.rank} {deed(first)} at about that time"
         return spoke.rank, f"Rank {spoke.rank} {deed(spoke)}; {beside}.", "own"
     if unhurt := [rank for rank in by_time[1:] if _unhurt_by(first, rank)]:
+        alike = {*map(_line_and_type, unhurt)}
+        unhurt = [rank for rank in by_time[1:] if rank in unhurt or _line_and_type(rank) in alike]
         at_fault = sorted((first, *unhurt), key=lambda r: r.rank)
         numbers = tuple(r.rank for r in at_fault)
         did = "; ".join(f"rank {r.rank} {deed(r)}" for r in at_fault)

@@ -44,6 +44,8 @@ def find_flag(raised: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
     if not odd or len(lines) != 1 or not all(map(_by_choice, told)):
         return None
     kind = "own" if any(rank.rank in odd for rank in raised) else "told_by_others"
+    if not math.isfinite(brings[odd[0]]):
+        kind = "not_finite"
     return Finding(odd, _sentence(odd, joined, raised, told), kind)
 
 
@@ -73,21 +75,21 @@ def _by_choice(rank: Rank) -> bool:
 def _odd(brings: Mapping[int, float], before: Collection[float], reduces: str) -> tuple[int, ...]:
     """The ranks whose number tells that something is wrong; empty where none does, or all do."""
     odd: set[int] = set()
-    zero = {rank for rank, number in brings.items() if not number}
-    rest, numbers = set(brings) - zero, set(brings.values())
+    zero, numbers = {rank for rank, number in brings.items() if not number}, set(brings.values())
+    new = {rank for rank, number in brings.items() if number not in before}
     usual, times = Counter(brings.values()).most_common(1)[0]
     if infinite := {rank for rank, number in brings.items() if not math.isfinite(number)}:
         odd = infinite
-    elif before:
-        # It is new. How many samples there are may change with the last batch, and is summed.
-        constant = len(before) == 1 and (reduces != "SUM" or set(before) <= _FLAGS)
-        odd = {rank for rank, number in brings.items() if number not in before} if constant else set()
-    elif numbers <= _FLAGS and reduces in _DECIDES:
-        odd = zero if _DECIDES[reduces] == 0 else rest
-    elif zero and all(number % 1 == 0 for number in numbers):
-        odd = min((rest, zero), key=len)
-    elif reduces != "SUM" and 2 * times > len(brings):
-        odd = {rank for rank, number in brings.items() if number != usual}
+    elif len(before) == 1 and set(before) <= _FLAGS:
+        odd = new
+    elif not before and numbers <= _FLAGS and reduces in _DECIDES:
+        odd = zero if _DECIDES[reduces] == 0 else set(brings) - zero
+    elif not before and zero and all(number % 1 == 0 for number in numbers):
+        odd = min((set(brings) - zero, zero), key=len)
+    elif reduces != "SUM":
+        # What is summed is a loss, or how many samples there are, which may change with the last batch.
+        differ = {rank for rank, number in brings.items() if number != usual}
+        odd = differ if 2 * times > len(brings) else new if len(before) == 1 else set()
     return tuple(sorted(odd)) if len(odd) < len(brings) else ()
 
 

@@ -122,6 +122,14 @@ def test_ranks_that_fail_each_by_itself_are_all_named(tmp_path: Path) -> None:
     assert "Rank 1 raised ValueError: one" in run.verdict.sentence and "each by itself" in run.verdict.sentence
 
 
+def test_who_fails_like_one_that_failed_by_itself_is_named_beside_it_however_late(tmp_path: Path) -> None:
+    write_run(tmp_path, nproc=3)
+    write_rank(tmp_path, 0, {"message": "one", "at_ns": 10**9})
+    for rank, later_ns in ((1, 3_000_000), (2, 900_000_000)):
+        write_rank(tmp_path, rank, {"type": "KeyError", "message": "other", "source": "y()", "at_ns": 10**9 + later_ns})
+    assert Run.from_folder(tmp_path).culprit == "every rank"
+
+
 def test_who_runs_out_of_what_is_its_own_fails_by_itself(tmp_path: Path) -> None:
     """How many files may be open is a limit of each process; a file that is not there may be one that another has not written."""
     for name, number, culprit in (("a", errno.EMFILE, "every rank"), ("b", errno.ENOENT, 0)):
