@@ -40,8 +40,7 @@ def find_flag(raised: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
         else ()
     )
     told = [rank for rank in raised if rank.rank not in odd]
-    lines = {rank.failure.line_text for rank in told if rank.failure}
-    if not odd or len(lines) != 1 or not all(map(_by_choice, told)):
+    if not odd or len({*map(_line, told)}) != 1 or not all(map(_by_choice, told)):
         return None
     kind = "own" if any(rank.rank in odd for rank in raised) else "told_by_others"
     if not math.isfinite(brings[odd[0]]):
@@ -97,16 +96,23 @@ def _sentence(
     odd: tuple[int, ...], joined: Mapping[int, Collective], raised: Sequence[Rank], told: Sequence[Rank]
 ) -> str:
     call, others = joined[odd[0]], [number for number in joined if number not in odd]
-    of_all = len(raised) == len(joined)
-    whoever = "every rank" if of_all else ranks_said([r.rank for r in told]).lower()
+    own = [rank for rank in raised if rank not in told and _line(rank) != _line(told[0])]
     who, what, to = ranks_said(odd), _numbers(odd, joined), f"{call.name}{call.from_line}"
+    if own:
+        who = f"{ranks_said([r.rank for r in own])} {common_deed(own)}; before, {who.lower()}"
     if call.op == "broadcast":
         opening = f"{who} sent {what} to the others in {to}"
     elif call.reduces == OBJECT:
         opening = f"{who} brought {what} to {to}, unlike {ranks_said(others).lower()}"
     else:
         opening = f"{who} brought {what} to {to}, {ranks_said(others).lower()} {_numbers(others, joined)}"
-    return f"{opening}; on that {whoever} {common_deed(raised if of_all else told)}."
+    if len(raised) == len(joined) and not own:
+        return f"{opening}; on that every rank {common_deed(raised)}."
+    return f"{opening}; on that {ranks_said([r.rank for r in told]).lower()} {common_deed(told)}."
+
+
+def _line(rank: Rank) -> str:
+    return rank.failure.line_text if rank.failure else ""
 
 
 def _numbers(ranks: Sequence[int], joined: Mapping[int, Collective]) -> str:

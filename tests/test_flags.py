@@ -100,6 +100,18 @@ def test_who_raised_for_another_is_said_to_be_a_consequence(tmp_path: Path) -> N
     assert run.ranks[0].words == "was told that a rank had failed: a consequence"
 
 
+def test_who_raised_what_it_had_told_of_is_quoted(tmp_path: Path) -> None:
+    run = raised(tmp_path, [[0, 1, 0]])
+    own = {"type": "KeyError", "message": "'label'", "at_ns": 200, "frames": [], "chain": [], "traceback": ""}
+    record = {**own, "where": LAST | {"line": 9, "source": "row['label']"}}
+    wire.write_record(wire.rank_folder(tmp_path, 0, 1) / wire.FAILURE, record)
+    assert Run.from_folder(run.folder).verdict.sentence == (
+        "Rank 1 raised KeyError: 'label' (line 9: row['label']); before, rank 1 brought 1 to all_reduce #1 "
+        "(line 3: raise Aborted(total)), ranks 0 and 2 0; on that ranks 0 and 2 raised Aborted: boom "
+        "(line 3: raise Aborted(total))."
+    )
+
+
 def test_who_left_quietly_after_it_told_of_its_error_is_named(tmp_path: Path) -> None:
     run = raised(tmp_path, [[0, 0, 0], [0, 1, 0]], left=[1])
     assert (run.culprit, run.verdict.kind) == (1, "told_by_others")
