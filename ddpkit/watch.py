@@ -27,7 +27,7 @@ from .tail import Tails
 
 PAUSE_S = 0.004
 IDLE_S = 0.25
-STATE_EVERY_S = 0.25
+STATE_EVERY_S = 0.5
 # A job that is to be ended at a stall is given so many times as long while the rank that holds it up computes.
 BUSY_PATIENCE = 5
 # What was found longer ago than this is looked at once more before the job is ended.
