@@ -15,6 +15,7 @@ from .exchanges import (
     has_kept_an_answer,
     has_not_sent_as_others,
     has_passed_on_fewer,
+    has_sent_fewer_to_a_server,
     of_any,
     out_of_an_exchange,
     out_of_step,
@@ -145,7 +146,8 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     found = (odd, BY_MOST) if odd else _across_the_groups(at) or has_another_partner(waiting)
     found = found or out_of_an_exchange(waiting, at)
     found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
-    found = found or has_kept_an_answer(waiting) or _left_its_group(waiting, at) or _went_astray(histories)
+    found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)
+    found = found or _left_its_group(waiting, at) or _went_astray(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
     found = found or _alone_at_its_line(waiting) or (out_of_step(waiting, at), BY_MOST)

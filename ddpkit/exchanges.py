@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .collectives import Collective, outvoted
@@ -116,7 +117,11 @@ def _left_an_exchange(
             rules.insert(0, _owed)
         for number in for_it:
             ways = (rule(waiting[left], waiting[number]) for rule in rules)
-            if way := next(filter(None, ways), "") or _gave_others_more(left, number, at):
+            if (
+                way := next(filter(None, ways), "")
+                or _gave_others_more(left, number, at)
+                or _one_send_less(left, waiting)
+            ):
                 return (left,), f"rank {number} {way}"
     return None
 
@@ -188,6 +193,32 @@ def _gave_others_more(left: int, number: int, at: Mapping[int, Standing]) -> str
         return ""
     met = " and ".join(map(str, sorted(balance)))
     return f"waits for one more of it, as ranks {met} have received for as many as they sent"
+
+
+def _one_send_less(left: int, waiting: Mapping[int, Standing]) -> str:
+    """What is waited for, if since the collective before all the others, two or more, have sent and received alike, as often, and
+    `left` has sent one message less; "" where they have not."""
+    made = {n: Counter(op for op, _other in _last_round(s)) for n, s in waiting.items()}
+    usual, *others = [ops for n, ops in made.items() if n != left] or [Counter()]
+    if not others or any(ops != usual for ops in others) or made[left] + Counter(["send"]) != usual:
+        return ""
+    sent = f"it has sent {made[left]['send']} since the collective before, and each of the others {usual['send']}"
+    return f"waits for one more of it: {sent}"
+
+
+def has_sent_fewer_to_a_server(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
+    """Where one rank waits to receive of whichever sends, and all others, three or more, are past it: who has sent it one message
+    less than each of them."""
+    servers = [n for n, s in waiting.items() if of_any(s)]
+    if len(servers) != 1 or len(waiting) < max(len(at), 4):
+        return None
+    sent = {n: _times(s, "send", servers[0]) for n, s in waiting.items() if n != servers[0] and not s.pairwise}
+    usual = max(sent.values(), default=0)
+    behind = tuple(n for n, times in sent.items() if times != usual)
+    if len(sent) + 1 < len(at) or len(behind) != 1 or sent[behind[0]] + 1 != usual or usual < 3:
+        return None
+    met = f"it has sent {usual - 1} messages to rank {servers[0]}, which waits for one more"
+    return behind, f"{met}, and each of the others {usual}"
 
 
 def _times(standing: Standing, op: str, peer: int) -> int:

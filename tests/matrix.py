@@ -1784,6 +1784,38 @@ CASES = [
         says=("Rank 1 brought nan to all_reduce #6 ", "ranks 0 and 2 3.5 and 5.5; on that every rank raised"),
         since_2_13=True,
     ),
+    hang(
+        "a rank leaves out its send in the first round of a ring",
+        """
+        if rank != 1:
+            sent = dist.isend(torch.ones(4), (rank + 1) % 4)
+        dist.recv(torch.ones(4), (rank - 1) % 4)
+        dist.all_reduce(torch.ones(8))
+        """,
+        1,
+        "unmatched_send_recv",
+        nproc=4,
+        says=("waits for one more of it: it has sent 0 since the collective before, and each of the others 1",),
+        since_2_13=True,
+    ),
+    hang(
+        "a worker sends one message less than the others to a server that takes whichever comes",
+        """
+        if rank == 0:
+            for _ in range(12):
+                dist.recv(torch.ones(4))
+        else:
+            for batch in range(4):
+                if (rank, batch) != (3, 2):
+                    dist.send(torch.ones(4), 0)
+        dist.barrier()
+        """,
+        3,
+        "unmatched_send_recv",
+        nproc=4,
+        says=("it has sent 3 messages to rank 0, which waits for one more, and each of the others 4",),
+        since_2_13=True,
+    ),
     case(
         "ranks give up waiting for one that sits, after all were looked at in the standstill",
         """
