@@ -29,6 +29,8 @@ PATIENCE_S = 30.0
 RECIPE = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 ROOM_BYTES = 32 * 1024
 END_WITHIN_S = 2.0
+# How long one that has torch imported is waited for even by a launch that does not wait: a cold start takes longer.
+ANSWERS_WITHIN_S = 2.0
 # After so many zygotes that ended before they served anybody, no more are started.
 FAILED_STARTS = 2
 
@@ -190,7 +192,8 @@ def _forked(zygote: Zygote, agent: Agent, patience_s: float) -> ForkedKeeper:
     }
     with open(os.devnull, "rb") as null:
         try:
-            keeper = ask(connection, request, (null.fileno(), agent.log, agent.log), max(patience_s, 0.05))
+            answers_within_s = ANSWERS_WITHIN_S if zygote.served else 0.05
+            keeper = ask(connection, request, (null.fileno(), agent.log, agent.log), max(patience_s, answers_within_s))
         except BaseException:
             connection.close()
             raise
