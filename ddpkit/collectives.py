@@ -195,12 +195,11 @@ Histories = Mapping[int, Sequence[Collective]]
 class Parting:
     """The first collective that the ranks of a group joined as different ones: rank to what it joined, and which ranks are
     the odd ones, empty where the evidence does not say. `why` says what makes them odd. Where some had come to the end of a
-    loop, `done` are those, and `loop` is its `file:line`, in which the others still are."""
+    loop in which the others still are, `loop` is its `file:line`."""
 
     joined: Mapping[int, Collective]
     odd: tuple[int, ...] = ()
     why: str = ""
-    done: tuple[int, ...] = ()
     loop: str = ""
 
 
@@ -212,7 +211,7 @@ def parting(histories: Histories) -> Parting | None:
     rest = tuple(sorted(set(parted.joined) - set(parted.odd)))
     for done, inside in ((parted.odd, rest), (rest, parted.odd)):
         if loop := _loop_left(done, inside, parted.joined, histories):
-            return replace(parted, done=done, loop=loop)
+            return replace(parted, loop=loop)
     return parted
 
 
@@ -221,14 +220,13 @@ def _loop_left(
 ) -> str:
     """The innermost loop that these ranks have come to the end of, and in which the others still are; "" where they may have left
     it otherwise, as by an exception, or have been elsewhere before and so may have passed it by this time."""
-    loop = next(iter(joined[inside[0]].loops), "")
     left = {each for n in inside for each in joined[n].loops} - {each for n in done for each in joined[n].loops}
-    before = ([c for c in in_time(histories[n]) if c.at_ns < now.at_ns][-1:] for n, now in joined.items())
-    whole = all(left <= {*joined[n].to_the_end} for n in inside)
-    from_there = all(loop in call.loops for calls in before for call in calls)
-    if any(joined[n].raising for n in done):
+    if any(joined[n].raising for n in done) or not all(left <= {*joined[n].to_the_end} for n in inside):
         return ""
-    return loop if whole and from_there and _have_left_the_loop(done, joined, histories) else ""
+    loop = next(iter(joined[inside[0]].loops), "")
+    before = ([c for c in in_time(histories[n]) if c.at_ns < now.at_ns][-1:] for n, now in joined.items())
+    from_there = all(loop in call.loops for calls in before for call in calls)
+    return loop if from_there and _have_left_the_loop(done, joined, histories) else ""
 
 
 def _parting(histories: Histories) -> Parting | None:

@@ -32,13 +32,10 @@ def find_flag(raised: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
     if len(brings) < (len(joined) if sender is None else 1):
         return None
     before = _before(last, [rank for rank in ranks if rank.rank in brings])
-    odd = (
-        _odd(brings, before, last.reduces)
-        if sender is None
-        else tuple(brings)
-        if _is_new(brings[sender], before)
-        else ()
-    )
+    if sender is None:
+        odd = _odd(brings, before, last.reduces)
+    else:
+        odd = (sender,) if _is_new(brings[sender], before) else ()
     told = [rank for rank in raised if rank.rank not in odd]
     if not odd or len({*map(_line, told)}) != 1 or not all(map(_by_choice, told)):
         return None

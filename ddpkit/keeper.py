@@ -228,7 +228,7 @@ def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
     if keeper.told or not keeper.status:
         return
     world_size, began = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), time.monotonic()
-    failed_ns = _written_ns(folder / wire.FAILURE) or keeper.ended_ns
+    failed_ns = wire.written_ns(folder / wire.FAILURE) or keeper.ended_ns
     while not keeper.owner.gone():
         ended, failed = (_that_have(folder.parent, name) for name in (wire.EXIT, wire.FAILURE))
         # A look at a standstill before may be withdrawn.
@@ -244,14 +244,7 @@ def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
 
 def _that_have(ranks: Path, record: str, since_ns: int = 0) -> set[Path]:
     """The folders of those ranks that have written `record`, at or after `since_ns`."""
-    return {path.parent for path in ranks.glob(f"*/{record}") if _written_ns(path) >= since_ns}
-
-
-def _written_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
+    return {path.parent for path in ranks.glob(f"*/{record}") if wire.written_ns(path) >= since_ns}
 
 
 def keep_agent(become: Callable[[], None], owner: int) -> int:

@@ -89,7 +89,7 @@ def withdraw(ranks: Sequence[Rank]) -> None:
     What a rank has written down of itself since, at its end, stays.
     """
     for rank in ranks:
-        written_ns, looked_ns = (_written_ns(rank.folder / name) for name in (wire.COLLECTIVES, wire.LOOK))
+        written_ns, looked_ns = (wire.written_ns(rank.folder / name) for name in (wire.COLLECTIVES, wire.LOOK))
         if rank.exitcode is None and written_ns <= looked_ns:
             (rank.folder / wire.COLLECTIVES).unlink(missing_ok=True)
         (rank.folder / wire.LOOK).unlink(missing_ok=True)
@@ -133,10 +133,10 @@ def gather_stacks(ranks: Sequence[Rank]) -> None:
 def gather_collectives(ranks: Sequence[Rank]) -> None:
     """Have every living rank write down its collectives, and wait until they are there; one that holds the GIL cannot."""
     paths = {rank.rank: rank.folder / wire.COLLECTIVES for rank in ranks}
-    before = {number: _written_ns(path) for number, path in paths.items()}
+    before = {number: wire.written_ns(path) for number, path in paths.items()}
     asked = [rank.rank for rank in ranks if ask(rank, wire.ASK_ENTRIES)]
     until = time.monotonic() + WITHIN_S
-    while any(_written_ns(paths[n]) == before[n] for n in asked) and time.monotonic() < until:
+    while any(wire.written_ns(paths[n]) == before[n] for n in asked) and time.monotonic() < until:
         time.sleep(0.01)
 
 
@@ -250,13 +250,6 @@ def _rss_mib(pid: int) -> float | None:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _written_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
     except OSError:
         return 0
 

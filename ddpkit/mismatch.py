@@ -270,8 +270,8 @@ def parted_at(parted: Parting) -> Finding:
 
 
 def _more_or_fewer(parted: Parting) -> str:
-    fewer = parted.done == parted.odd
-    return f"{'fewer' if fewer else 'more'} turns of the loop in line {parted.loop.rpartition(':')[2]} than the others"
+    still_in_it = parted.loop in parted.joined[parted.odd[0]].loops
+    return f"{'more' if still_in_it else 'fewer'} turns of the loop in line {parted.loop.rpartition(':')[2]} than the others"
 
 
 def _root_of(collective: Collective) -> str:

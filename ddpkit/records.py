@@ -22,7 +22,7 @@ class Failure:
     `at_ns` is the wall clock in nanoseconds, taken before the rank cleaned up; `chain` holds what the exception was
     raised from, nearest first, as (type, message); `where` is the innermost line of the user's own code; `at_fault` are the
     ranks that the exception itself names, () for nearly all. `by_thread`: another thread than the main one called `os._exit`,
-    while the main one was in `frames`. `let_go`: it came to a barrier on its way out, and let the others go on.
+    while the main one was in `frames`. `let_go`: it came to a collective of all on its way out, and let the others go on.
     """
 
     at_ns: int

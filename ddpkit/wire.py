@@ -127,6 +127,14 @@ def read_record(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def written_ns(path: Path) -> int:
+    """When the record at `path` was written, by the wall clock in nanoseconds; 0 where it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
 def give_up_ballast(inside: Path) -> None:
     """Delete the ballast of the run folder that holds `inside`, to make room on a full disk."""
     for folder in inside.parents:

@@ -17,7 +17,7 @@ _ABOUT_RANK = re.compile(r"rank|is_?(main|master|primary|leader|chief)|main_?pro
 
 def about_rank(file: str, line: int) -> str:
     """`if rank == 0`, the innermost one around that line (or `else` of it); "" where there is none or no source."""
-    around = [test for first, last, test in _tests("".join(linecache.getlines(file))) if first <= line <= last]
+    around = [test for first, last, test in _tests(_source(file)) if first <= line <= last]
     return around[-1] if around else ""
 
 
@@ -32,7 +32,7 @@ class Loop(NamedTuple):
 
 def loops(file: str, line: int) -> list[Loop]:
     """The loops around that line, the innermost first."""
-    around = [found for found in _loops("".join(linecache.getlines(file))) if found[0] <= line <= found[1]]
+    around = [found for found in _loops(_source(file)) if found[0] <= line <= found[1]]
     return [
         Loop(f"{file}:{first}", first > choice(file, line), to_the_end) for first, _, to_the_end in reversed(around)
     ]
@@ -40,19 +40,21 @@ def loops(file: str, line: int) -> list[Loop]:
 
 def choice(file: str, line: int) -> int:
     """The line of the innermost `if` or the like by which that line, or a call on it, may be passed by; 0: there is none."""
-    source = "".join(linecache.getlines(file))
+    source = _source(file)
     return max((first for first, chosen in _choices(source) if line in chosen), default=0)
 
 
 def may_return_before(file: str, line: int) -> bool:
     """Whether the function may return before it comes to that line, under an `if` or the like."""
     functions = (
-        node
-        for node in ast.walk(_parsed("".join(linecache.getlines(file))))
-        if isinstance(node, ast.FunctionDef) and line in _lines(node)
+        node for node in ast.walk(_parsed(_source(file))) if isinstance(node, ast.FunctionDef) and line in _lines(node)
     )
     own = max(functions, key=lambda node: node.lineno, default=None)
     return own is not None and any(isinstance(n, ast.Return) and n.lineno < line for n in ast.walk(own))
+
+
+def _source(file: str) -> str:
+    return "".join(linecache.getlines(file))
 
 
 @cache
