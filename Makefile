@@ -14,7 +14,7 @@ SOURCES   := pyproject.toml constraints.txt tools/install.py
 # In a terminal of JupyterLab, in `!torchrun` and in the tests, the tools of this environment come first.
 INSIDE := PATH="$(abspath $(BIN)):$$PATH"
 # Jobs mostly wait, so tests run side by side; what belongs together stays in one process.
-ABREAST := -n 3 --dist loadgroup
+ABREAST := -n 4 --dist loadgroup
 VERSION := import sys; print(sys.version_info[:2])
 
 .DEFAULT_GOAL := help
@@ -46,7 +46,7 @@ jobs: $(INSTALLED)
 	$(INSIDE) $(BIN)/pytest $(ABREAST)
 
 nbval: $(INSTALLED)
-	$(INSIDE) $(BIN)/pytest -n 3 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 300 --timeout 330 notebooks solutions
+	$(INSIDE) $(BIN)/pytest -n 4 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 300 --timeout 330 notebooks solutions
 
 labs: $(INSTALLED) ## every lab with every remedy as a real job: some 500 jobs
 	$(INSIDE) $(BIN)/pytest $(ABREAST) -m "not soak" tests/test_labs.py
