@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from .collectives import Collective, outvoted, strayed
 from .exchanges import (
+    ends_a_chain,
     has_another_partner,
     has_kept_an_answer,
     has_not_sent_as_others,
@@ -38,6 +39,7 @@ from .standing import (
     same_line,
     who_waits_there,
     whom_it_waits_for,
+    with_line,
 )
 from .storekeys import left_unset
 
@@ -126,14 +128,14 @@ def nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing
         for_it = {n: s for n, s in waiting.items() if n != setter}
         key = for_a_key(list(for_it.values())) or " for a key of the store"
         wait = f"{ranks_said(sorted(for_it))} wait{key}{at_line(next(iter(for_it.values())))}"
-        does = f"rank {setter}, the only one left to set it, {waiting[setter].words}{at_line(waiting[setter])}"
+        does = f"rank {setter}, the only one left to set it, {with_line(waiting[setter])}"
         return Finding((setter,), f"{wait}; {does}.", "no_key")
     return _in_a_circle(waiting, at)
 
 
 def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Finding:
     """Ranks that wait for each other: whose calls tell that it left the common way, if any do."""
-    said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(at.items()))
+    said = "; ".join(f"rank {n} {with_line(s)}" for n, s in sorted(at.items()))
     known = all(s.collective or peers(s) or of_any(s) for s in waiting.values())
     who = (
         "All ranks wait" if len(waiting) == len(at) else ranks_said(sorted(waiting)) + verb(waiting, " waits", " wait")
@@ -141,8 +143,9 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     each_other = len(waiting) == len(at) or (known and len(waiting) > 1)
     opening = f"{who} for each other" if each_other else f"{who}, for whom cannot be told"
     histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
-    odd = _in_another_group(waiting, at) or _odd_among_alike(histories, at)
-    odd = odd or without_an_exchange(waiting) or with_one_more(waiting, at)
+    odd = _odd_among_alike(histories, at) or without_an_exchange(waiting)
+    odd = () if any(ends_a_chain(n, waiting) for n in odd) else odd
+    odd = _in_another_group(waiting, at) or odd or with_one_more(waiting, at)
     found = (odd, BY_MOST) if odd else _across_the_groups(at) or has_another_partner(waiting)
     found = found or out_of_an_exchange(waiting, at)
     found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)

@@ -32,6 +32,16 @@ def without_an_exchange(waiting: Mapping[int, Standing]) -> tuple[int, ...]:
     return ()
 
 
+def ends_a_chain(number: int, waiting: Mapping[int, Standing]) -> bool:
+    """Whether `number` may be one end of a chain and a rank that waits to exchange with it the other, as each has swapped with
+    some rank, but never they with each other: who takes it for a ring waits in vain, and so does who is left in a ring."""
+    here = waiting[number]
+    for_it = [s for s in waiting.values() if s.pairwise and number in peers(s) and not here.pairwise]
+    return bool(_swaps(_last_round(here))) and any(
+        _swaps(_last_round(s)) - {number} and not _times(here, "", s.rank.rank) for s in for_it
+    )
+
+
 def with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
     """The rank that makes one more send or receive with a peer than most of the others have made with it, and for which that
     peer waits in their next collective."""
@@ -222,7 +232,7 @@ def has_sent_fewer_to_a_server(waiting: Mapping[int, Standing], at: Mapping[int,
 
 
 def _times(standing: Standing, op: str, peer: int) -> int:
-    """How often this rank has sent to `peer`, or begun to receive of it."""
+    """How often this rank has sent to `peer`, or begun to receive of it; with "" as `op`, either."""
     return sum(c.is_exchange and op in c.op and c.ranks == (peer,) for c in standing.rank.calls)
 
 

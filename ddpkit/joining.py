@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .finding import Finding, against_most, ranks_said, verb
 from .records import Joining, Rank
-from .standing import Standing, at_line, instead, is_in
+from .standing import Standing, at_line, instead, is_in, with_line
 
 _NOBODY_LISTENS = re.compile(r"connectFullMesh failed.*Connection refused", re.DOTALL)
 
@@ -141,7 +141,7 @@ def making_a_group(waiting: Mapping[int, Standing]) -> Finding | None:
     if not makers:
         return None
     waits = f"{ranks_said(list(makers))} {verb(makers, 'waits', 'wait')}{at_line(next(iter(makers.values())))}"
-    said = "; ".join(f"rank {n} {s.words}{at_line(s) if s.collective else ''}" for n, s in sorted(others.items()))
+    said = "; ".join(f"rank {n} {with_line(s)}" for n, s in sorted(others.items()))
     opening = f"{waits}. A new process group takes every rank" + (f", and {said}." if others else ", members or not.")
     asked = {n: s.rank.groups_asked for n, s in waiting.items()}
     for named in zip(*asked.values(), strict=False):

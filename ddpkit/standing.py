@@ -61,7 +61,11 @@ class Standing:
         """`waits in all_reduce #9`, `idle at line 40: time.sleep(60)`."""
         at = f" at {self.place.text}" if self.place else ""
         if self.kind == "waiting":
-            return f"waits in {self.collective.name}" if self.collective else f"waits{for_a_key([self])}{at}"
+            return (
+                f"waits in {self.collective.name}"
+                if self.collective
+                else f"waits{for_a_key([self]) or _for_peers(self)}{at}"
+            )
         said: dict[Kind, str] = {
             "left": "has left",
             "late": "came only after that",
@@ -231,6 +235,11 @@ def at_line(standing: Standing) -> str:
     return f" at {standing.place.text}" if standing.place else ""
 
 
+def with_line(standing: Standing) -> str:
+    """What this rank does, and at which line; its words alone have a collective's name in place of the line."""
+    return f"{standing.words}{at_line(standing) if standing.collective else ''}"
+
+
 def is_at_a_key(standing: Standing) -> bool:
     """Whether this rank waits for a key of the store, and for whoever is to set it."""
     return bool(standing.rank.awaited) or (standing.place is not None and bool(_STORE.search(standing.place.source)))
@@ -244,9 +253,16 @@ def kind_of_wait(standing: Standing) -> str:
 
 
 def for_a_key(waiting: Sequence[Standing]) -> str:
-    """` for the key "size/3" of the store`, "" where it is not known, or not one for all who wait."""
-    keys = {s.rank.awaited for s in waiting}
-    return f' for the key "{next(iter(keys))[0]}" of the store' if len(keys) == 1 and keys != {()} else ""
+    """` for the key "size/3" of the store`, "" where it is not known, or not the same for all who wait."""
+    first, *others = {s.rank.awaited for s in waiting} or {()}
+    named = ", ".join(f'"{key}"' for key in first)
+    return f" for the key{'s' if len(first) > 1 else ''} {named} of the store" if first and not others else ""
+
+
+def _for_peers(waiter: Standing) -> str:
+    """` for rank 0`, "" where no send or receive is known to be waited for."""
+    met = peers(waiter) if waiter.pairwise else ()
+    return f" for {ranks_said(sorted(met)).lower()}" if met else ""
 
 
 def whom_it_waits_for(waiter: Standing) -> str:

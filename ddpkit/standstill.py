@@ -30,6 +30,7 @@ from .standing import (
     standings,
     who_waits_there,
     whom_it_waits_for,
+    with_line,
 )
 
 _NAMED = re.compile(r"(?:\[Rank (\d+)\]: )?Ranks? (\d[\d, ]*) failed to pass monitoredBarrier")
@@ -122,7 +123,7 @@ def _missed_a_barrier(named: tuple[int, ...], at: Mapping[int, Standing]) -> Fin
     together = len({(at[n].words, at[n].place) for n in elsewhere}) == 1
     if there and together and len(elsewhere) > len(there):
         waited = f"{ranks_said(there)} waited in {barrier} to which nobody else came"
-        return Finding(tuple(there), f"{waited}; each of the others {first.words}{at_line(first)}.", "mismatch")
+        return Finding(tuple(there), f"{waited}; each of the others {with_line(first)}.", "mismatch")
     if len(there) > len(elsewhere):
         return Finding(tuple(elsewhere), f"{said}{at_line(first)}.", "mismatch")
     return undecided(f"{said}{at_line(first)}.", "mismatch")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from .finding import Finding, ranks_said, verb
 from .frames import Frame
-from .standing import Standing, at_line
+from .standing import Standing, at_line, same_line, with_line
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -24,15 +24,16 @@ def left_unset(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> F
             if not any(key in own for own in keys.values()):
                 wanted.setdefault(key, []).append(number)
     whose = {key: owner for key in wanted if (owner := _owner(key, keys)) is not None}
+    past = {key: owner for key, owner in whose.items() if _is_past(owner, key, waiting, keys)}
     # One that waits for a key of another may not have come to its own.
     held_up = {n for key, owner in whose.items() for n in wanted[key] if n != owner}
-    at_fault = {key: owner for key, owner in whose.items() if owner not in held_up}
-    if len(whose) < len(wanted) or len(set(at_fault.values())) != 1:
+    at_fault = past or {key: owner for key, owner in whose.items() if owner not in held_up}
+    if (len(whose) < len(wanted) and not past) or len(set(at_fault.values())) != 1:
         return None
     key, owner = next(iter(at_fault.items()))
     waiters = wanted[key]
     wait = f'{ranks_said(waiters)} {verb(waiters, "waits", "wait")} for the key "{key}" of the store'
-    does = "" if owner in waiters else f" Rank {owner} {at[owner].words}{at_line(at[owner])}."
+    does = "" if owner in waiters else f" Rank {owner} {with_line(at[owner])}."
     return Finding((owner,), f"{wait}{at_line(waiting[waiters[0]])}; {_unset(key, owner, keys)}.{does}", "no_key")
 
 
@@ -50,6 +51,17 @@ def _owner(key: str, keys: Keys) -> int | None:
         elif len(who) == 1 < len(setters) and any(by_number[:place] + by_number[place + 1 :]):
             owners |= who
     return owners.pop() if len(owners) == 1 else None
+
+
+def _is_past(owner: int, key: str, waiting: Mapping[int, Standing], keys: Keys) -> bool:
+    """Whether `owner` waits for what another rank waits for at the same line, which has set its own in place of `key`."""
+    by_number = [_setters(key, place, keys) for place in range(len(_NUMBER.findall(key)))]
+    others = {n for setters in by_number if len(set(setters.values())) > 1 for n in setters.values()} - {owner}
+    here = waiting.get(owner)
+    alike = (waiting[n] for n in others if n in waiting)
+    return here is not None and any(
+        s.rank.awaited == here.rank.awaited and same_line(s.place, here.place) for s in alike
+    )
 
 
 def _setters(key: str, place: int, keys: Keys) -> dict[int, int]:

@@ -1864,6 +1864,26 @@ CASES = [
         says=("Rank 2 has fewer turns of the loop in line 13 than the others: ",),
         since_2_13=True,
     ),
+    hang(
+        "one rank has not set its key of a store, and waits like the others for what is to come of them all",
+        """
+        store = dist.distributed_c10d._get_default_store()
+        if rank != 2:
+            store.set(f"labels/{rank}", "7")
+        if rank == 0:
+            store.wait([f"labels/{other}" for other in range(4)])
+            store.set("weight", "28")
+        weight = store.get("weight")
+        """,
+        2,
+        "store_key_never_set",
+        nproc=4,
+        says=(
+            'Rank 0 waits for the key "labels/2" of the store',
+            "rank 2 has not set it, as ranks 0, 1 and 3 set theirs",
+        ),
+        since_2_13=True,
+    ),
     case(
         "a wait for keys of a store ends at its timeout, and one rank has not set its own",
         """

@@ -591,6 +591,31 @@ def test_whose_a_key_is_that_nobody_has_set_the_others_keys_tell(
         assert (run.culprit, run.verdict.kind) == (culprit, "no_key")
 
 
+@pytest.mark.parametrize(("rounds", "culprit"), [(0, None), (1, 0)], ids=["in the first round", "after a round of all"])
+def test_who_is_wrong_where_a_chain_may_be_a_ring_an_earlier_round_tells(
+    tmp_path: Path, rounds: int, culprit: int | None
+) -> None:
+    """Rank 3 waits for an exchange with rank 0: who has one neighbour only may be the end of a chain."""
+    ring = {n: [(n - 1) % 4, (n + 1) % 4] for n in range(4)}
+    now = {**ring, 0: [1]}
+    made = {
+        n: [(turn, op, 6, peer) for turn in range(rounds) for peer in ring[n] for op in ("send", "recv")]
+        + [(rounds, op, 6, peer) for peer in now[n] for op in ("send", "recv")]
+        for n in range(4)
+    }
+    after = {"calls": [("all_reduce", 8)] * (rounds + 1), "waits": True, "within": [0, 1, 2, 3]}
+    waits = {
+        "calls": after["calls"][:rounds],
+        "within": [0, 1, 2, 3] if rounds else [],
+        "waits": True,
+        "line": 6,
+        "peer": 0,
+    }
+    run = hung(tmp_path, *({**after, "exchanged": made[n]} for n in range(3)), {**waits, "exchanged": made[3]})
+    assert run.culprit == culprit
+    assert "rank 3 waits for rank 0 at line 6" in run.verdict.sentence
+
+
 def test_who_goes_on_while_two_wait_to_exchange_with_it_is_at_fault(tmp_path: Path) -> None:
     """The middle stage of a pipeline has one batch less than its neighbours."""
     stage: dict[str, Any] = {"calls": [], "waits": True, "line": 7, "peer": 1}
