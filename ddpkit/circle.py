@@ -6,6 +6,7 @@ Ranks may wait for each other in different collectives, or one may wait for what
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -17,6 +18,7 @@ from .exchanges import (
     has_not_sent_as_others,
     has_passed_on_fewer,
     has_sent_fewer_to_a_server,
+    of_another_tag,
     of_any,
     out_of_an_exchange,
     out_of_step,
@@ -43,6 +45,7 @@ from .standing import (
 )
 from .storekeys import left_unset
 
+_NOT_A_MEMBER = re.compile(r"Running (\w+) on global rank \d+ which does not belong to the given group")
 BY_MOST = "after the same calls most ranks came to another one"
 
 
@@ -116,8 +119,8 @@ def nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing
     if len(shared) == 1 and all(s.collective for s in waiting.values()):
         every = f"Every rank has joined {whom_it_waits_for(waiting[min(waiting)])}, and it does not end"
         return Finding((), f"{every}: what holds it up cannot be told from this.", "stuck")
-    if unset := left_unset(waiting, at):
-        return unset
+    if known := left_unset(waiting, at) or _outside_its_group(waiting, at):
+        return known
     if beside := _beside_the_others(waiting, at):
         first = waiting[beside[0]]
         rest = {n: s for n, s in waiting.items() if n not in beside}
@@ -147,7 +150,7 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     odd = () if any(ends_a_chain(n, waiting) for n in odd) else odd
     odd = _in_another_group(waiting, at) or odd or with_one_more(waiting, at)
     found = (odd, BY_MOST) if odd else _across_the_groups(at) or has_another_partner(waiting)
-    found = found or out_of_an_exchange(waiting, at)
+    found = found or of_another_tag(waiting) or out_of_an_exchange(waiting, at)
     found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
     found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)
     found = found or _left_its_group(waiting, at) or _went_astray(histories)
@@ -228,6 +231,19 @@ def _in_another_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing
         return ()
     group, most = Counter(c.group for c in joined.values()).most_common(1)[0]
     return tuple(n for n, c in sorted(joined.items()) if c.group != group) if 2 * most > len(at) else ()
+
+
+def _outside_its_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Finding | None:
+    """The ranks that torch has warned of a collective in a group of which they are no member, which it then leaves out, if
+    others wait for each of them in such a collective of a group."""
+    awaited = {(n, s.collective.op) for s in waiting.values() if s.collective for n in missing_in(s, at, None)}
+    outside = {n: op for n, s in at.items() for op in _NOT_A_MEMBER.findall(s.rank.stderr) if (n, op) in awaited}
+    if not outside:
+        return None
+    member = verb(outside, "it is no member", "they are no members")
+    called = f"{ranks_said(sorted(outside))} called {outside[min(outside)]} in a group of which {member}"
+    waits = each({n: s for n, s in waiting.items() if set(missing_in(s, at, None)) & set(outside)})
+    return Finding(tuple(sorted(outside)), f"{called}, and torch left it out, with a warning. {waits}", "never_joined")
 
 
 def _across_the_groups(at: Mapping[int, Standing]) -> Odd | None:

@@ -30,10 +30,11 @@ class Collective:
     through does. `backend` is "gloo" or "nccl", "" where that is not known.
 
     Of a rank that gloo aborted no sizes may be known but how long its messages are, `message_bytes`; 0 where nobody asked. Of
-    a send or receive it is its length. `root` is the rank from or to which it is; None where there is none, or it was not kept.
-    `brings` is the only number that this rank had for it (None where it had more, or it was not kept; of an "object" 1 where that
-    tells of an error), `reduces` what is made of the ranks' numbers: "SUM", "MAX" and so on, "" where they are only passed on.
-    `raising`: it was called while an exception was on its way, in a `finally` say.
+    a send or receive it is its length, and `tag` its tag. `root` is the rank from or to which it is; None where there is none, or
+    it was not kept. `brings` is the number that this rank had for it, or the sum of those (None where it had too many, or it was
+    not kept; of an "object" 1 where that tells of an error), `reduces` what is made of the ranks' numbers: "SUM", "MAX" and so
+    on, "" where they are only passed on.
+    `raising`: it was called while an exception was on its way, in a `finally` say; `in_thread`: by a thread beside the main one.
     `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
     """
 
@@ -58,6 +59,8 @@ class Collective:
     brings: float | None = None
     reduces: str = ""
     raising: bool = False
+    in_thread: bool = False
+    tag: int = 0
 
     def __repr__(self) -> str:
         return f"{'done' if self.done else 'waiting'} in {self.name}{self.from_line}"
@@ -142,6 +145,7 @@ def _calls(path: Path, name: str, group: str) -> tuple[Collective, ...]:
             done=True,
             where=Frame(**entry["where"]) if entry["where"] else None,
             message_bytes=entry.get("bytes", 0),
+            tag=entry.get("tag", 0),
         )
         for number, entry in enumerate(record.get(name, []), 1)
     )
@@ -185,6 +189,7 @@ def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
         brings=entry.get("brings"),
         reduces=entry.get("reduces", ""),
         raising=entry.get("raising", False),
+        in_thread=entry.get("in_thread", False),
     )
 
 
@@ -219,9 +224,10 @@ def _loop_left(
     done: Sequence[int], inside: Sequence[int], joined: Mapping[int, Collective], histories: Histories
 ) -> str:
     """The innermost loop that these ranks have come to the end of, and in which the others still are; "" where they may have left
-    it otherwise, as by an exception, or have been elsewhere before and so may have passed it by this time."""
+    it otherwise, as by an exception, are in it still, with a thread beside it, or may have passed it by this time."""
     left = {each for n in inside for each in joined[n].loops} - {each for n in done for each in joined[n].loops}
-    if any(joined[n].raising for n in done) or not all(left <= {*joined[n].to_the_end} for n in inside):
+    elsewhere = any(c.raising for c in joined.values()) or len({c.in_thread for c in joined.values()}) > 1
+    if elsewhere or not all(left <= {*joined[n].to_the_end} for n in inside):
         return ""
     loop = next(iter(joined[inside[0]].loops), "")
     before = ([c for c in in_time(histories[n]) if c.at_ns < now.at_ns][-1:] for n, now in joined.items())

@@ -71,6 +71,22 @@ def out_of_an_exchange(waiting: Mapping[int, Standing], at: Mapping[int, Standin
     return _left_an_exchange(there, exchanging, waiting, at)
 
 
+def of_another_tag(waiting: Mapping[int, Standing]) -> Odd | None:
+    """The rank whose tag is not that of most, where one waits to send to another and that to receive of it, with other tags."""
+    last = {n: s.rank.calls[-1] for n, s in waiting.items() if s.pairwise and s.rank.calls}
+    tags = {n: call.tag for n, call in last.items()}
+    past_each_other = any(
+        "send" in call.op and call.ranks == (peer,) and "recv" in to.op and to.ranks == (n,) and call.tag != to.tag
+        for n, call in last.items()
+        for peer, to in last.items()
+    )
+    usual, times = Counter(tags.values()).most_common(1)[0] if tags else (0, 0)
+    odd = tuple(n for n, tag in sorted(tags.items()) if tag != usual)
+    if not past_each_other or 2 * times <= len(tags):
+        return None
+    return odd, f"it sends and receives with tag {tags[odd[0]]}, the others with tag {usual}"
+
+
 def has_another_partner(waiting: Mapping[int, Standing]) -> Odd | None:
     """The rank that waits to send to and receive of one that has gone on, as that and a third have swapped with each other
     since the collective before, in as many exchanges as ever."""

@@ -1,4 +1,4 @@
-"""Whose number made all ranks raise: a flag of an error, or a loss that is not finite, of which all learn by a collective."""
+"""Whose numbers made all ranks raise: a flag of an error, or a loss that is not finite, of which all learn by a collective."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _DECIDES = {"MIN": 0, "PRODUCT": 0, "BAND": 0, "MAX": 1, "BOR": 1, OBJECT: 1}
 
 
 def find_flag(raised: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
-    """Who brought another number than the others to the last collective of all, of a single number each, or sent one to all of
-    them, after which others `raised` by choice, all at one line. None where nobody did, or the numbers do not say."""
+    """Who brought another number than the others to the last collective of all, or numbers of another sum, or sent one to all
+    of them, after which others `raised` by choice, all at one line. None where nobody did, or the numbers do not say."""
     joined = {rank.rank: rank.collectives[-1] for rank in ranks if rank.collectives}
     last = next(iter(joined.values()), None)
     if last is None or len(joined) < len(ranks) or any(call.key != last.key for call in joined.values()):
@@ -32,10 +32,10 @@ def find_flag(raised: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
     if len(brings) < (len(joined) if sender is None else 1):
         return None
     before = _before(last, [rank for rank in ranks if rank.rank in brings])
-    if sender is None:
-        odd = _odd(brings, before, last.reduces)
+    if sender is not None:
+        odd = tuple(brings) if _is_new(brings[sender], before if _of_one(last) else {brings[sender]}) else ()
     else:
-        odd = (sender,) if _is_new(brings[sender], before) else ()
+        odd = _odd(brings, before, last.reduces) if _of_one(last) else _odd_sums(brings, last.reduces)
     told = [rank for rank in raised if rank.rank not in odd]
     if not odd or len({*map(_line, told)}) != 1 or not all(map(_by_choice, told)):
         return None
@@ -43,6 +43,11 @@ def find_flag(raised: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
     if not math.isfinite(brings[odd[0]]):
         kind = "not_finite"
     return Finding(odd, _sentence(odd, joined, raised, told), kind)
+
+
+def _of_one(call: Collective) -> bool:
+    """Whether each rank brings one number, or objects, rather than several numbers."""
+    return call.reduces == OBJECT or all(math.prod(size) == 1 for size in call.sizes)
 
 
 def _before(last: Collective, ranks: Sequence[Rank]) -> set[float]:
@@ -71,12 +76,12 @@ def _by_choice(rank: Rank) -> bool:
 def _odd(brings: Mapping[int, float], before: Collection[float], reduces: str) -> tuple[int, ...]:
     """The ranks whose number tells that something is wrong; empty where none does, or all do."""
     odd: set[int] = set()
+    if not all(map(math.isfinite, brings.values())):
+        return _not_finite(brings)
     zero, numbers = {rank for rank, number in brings.items() if not number}, set(brings.values())
     new = {rank for rank, number in brings.items() if number not in before}
     usual, times = Counter(brings.values()).most_common(1)[0]
-    if infinite := {rank for rank, number in brings.items() if not math.isfinite(number)}:
-        odd = infinite
-    elif len(before) == 1 and set(before) <= _FLAGS:
+    if len(before) == 1 and set(before) <= _FLAGS:
         odd = new
     elif not before and numbers <= _FLAGS and reduces in _DECIDES:
         odd = zero if _DECIDES[reduces] == 0 else set(brings) - zero
@@ -87,6 +92,23 @@ def _odd(brings: Mapping[int, float], before: Collection[float], reduces: str) -
         differ = {rank for rank, number in brings.items() if number != usual}
         odd = differ if 2 * times > len(brings) else new if len(before) == 1 else set()
     return tuple(sorted(odd)) if len(odd) < len(brings) else ()
+
+
+def _odd_sums(brings: Mapping[int, float], reduces: str) -> tuple[int, ...]:
+    """The ranks whose numbers tell by their sum that something is wrong: they are not finite or, where they are only passed on
+    and those of most ranks are equal, others."""
+    usual, times = Counter(brings.values()).most_common(1)[0]
+    if not all(map(math.isfinite, brings.values())):
+        return _not_finite(brings)
+    if reduces or not usual or 2 * times <= len(brings):
+        return ()
+    return tuple(sorted(rank for rank, number in brings.items() if number != usual))
+
+
+def _not_finite(brings: Mapping[int, float]) -> tuple[int, ...]:
+    """The ranks that bring a number that is not finite, unless all do."""
+    found = tuple(sorted(rank for rank, number in brings.items() if not math.isfinite(number)))
+    return found if len(found) < len(brings) else ()
 
 
 def _sentence(
@@ -113,7 +135,9 @@ def _line(rank: Rank) -> str:
 
 
 def _numbers(ranks: Sequence[int], joined: Mapping[int, Collective]) -> str:
-    """`1`, or `0 and 2`; of objects what was found in them."""
+    """`1`, or `0 and 2`; of several numbers their sum, and of objects what was found in them."""
     if joined[ranks[0]].reduces == OBJECT:
         return "word of an error"
-    return " and ".join(sorted({f"{joined[number].brings:g}" for number in ranks}))
+    if _of_one(joined[ranks[0]]):
+        return " and ".join(sorted({f"{joined[number].brings:g}" for number in ranks}))
+    return "numbers whose sum is " + " and ".join(sorted({f"{joined[number].brings:.9g}" for number in ranks}))

@@ -253,7 +253,11 @@ def parted_at(parted: Parting) -> Finding:
     joined = parted.joined
     first = min(joined.values(), key=lambda c: c.seq)
     with_roots = len({c.root for c in joined.values()} - {None}) > 1
-    words = {n: c.shape_words + (_root_of(c) if with_roots else "") for n, c in joined.items()}
+    in_threads = len({c.in_thread for c in joined.values()}) > 1
+    words = {
+        n: c.shape_words + with_roots * _root_of(c) + in_threads * c.in_thread * " in a thread of its own"
+        for n, c in joined.items()
+    }
     same_words = len(set(words.values())) == 1
     said = "; ".join(
         f"rank {n} {'came to it from' if same_words else f'joined {words[n]}'}{_line_of(c, bare=same_words)}"

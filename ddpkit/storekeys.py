@@ -50,18 +50,43 @@ def _owner(key: str, keys: Keys) -> int | None:
                 owners.add(number % len(keys))
         elif len(who) == 1 < len(setters) and any(by_number[:place] + by_number[place + 1 :]):
             owners |= who
+    owners = owners or _of_that_number(key, keys)
     return owners.pop() if len(owners) == 1 else None
 
 
+def _of_that_number(key: str, keys: Keys) -> set[int]:
+    """The ranks that `key` has the number of, where each key like it, of two ranks or more, has that of who set it."""
+    alike = [
+        (rank, list(map(int, _NUMBER.findall(k))))
+        for rank, own in keys.items()
+        for k in own
+        if _same_but_numbers(k, key)
+    ]
+    if len({rank for rank, _numbers in alike}) < 2:
+        return set()
+    return {
+        number
+        for place, number in enumerate(map(int, _NUMBER.findall(key)))
+        if number in keys and all(numbers[place] == rank for rank, numbers in alike)
+    }
+
+
 def _is_past(owner: int, key: str, waiting: Mapping[int, Standing], keys: Keys) -> bool:
-    """Whether `owner` waits for what another rank waits for at the same line, which has set its own in place of `key`."""
+    """Whether `owner` waits for what another rank waits for at the same line, which has set its own in place of `key`, or waits
+    once more where it has always waited after it had set one like it."""
     by_number = [_setters(key, place, keys) for place in range(len(_NUMBER.findall(key)))]
     others = {n for setters in by_number if len(set(setters.values())) > 1 for n in setters.values()} - {owner}
     here = waiting.get(owner)
+    if here is None:
+        return False
     alike = (waiting[n] for n in others if n in waiting)
-    return here is not None and any(
-        s.rank.awaited == here.rank.awaited and same_line(s.place, here.place) for s in alike
-    )
+    if any(s.rank.awaited == here.rank.awaited and same_line(s.place, here.place) for s in alike):
+        return True
+    lines = [line for other, line in keys[owner].items() if _same_but_numbers(other, key)]
+    *before, _now = [c.op == "set" for c in here.rank.keyed if c.where in lines or same_line(c.where, here.place)] or [
+        True
+    ]
+    return bool(before) and before == [True, False] * (len(before) // 2)
 
 
 def _setters(key: str, place: int, keys: Keys) -> dict[int, int]:

@@ -1784,6 +1784,70 @@ CASES = [
         says=("Rank 1 brought nan to all_reduce #6 ", "ranks 0 and 2 3.5 and 5.5; on that every rank raised"),
         since_2_13=True,
     ),
+    case(
+        "every rank raises over averaged weights to which one brought nan",
+        """
+        weights = torch.ones(8)
+        for step in range(3):
+            if rank == 2 and step == 1:
+                weights /= torch.zeros(8) * weights
+                weights -= weights
+            dist.all_reduce(weights)
+            if not torch.isfinite(weights).all():
+                raise FloatingPointError(f"the weights are not finite after step {step}")
+        """,
+        2,
+        "nan_loss",
+        nproc=3,
+        says=("Rank 2 brought numbers whose sum is nan to all_reduce #5 ", "; on that every rank raised"),
+        since_2_13=True,
+    ),
+    hang(
+        "two of four call a collective in a group of which they are no members",
+        """
+        halves = [dist.new_group(members) for members in ([0, 1], [2, 3])]
+        odd_and_even = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+        dist.all_reduce(torch.ones(2), group=halves[rank % 2])
+        dist.all_reduce(torch.ones(2), group=odd_and_even[rank % 2])
+        """,
+        (1, 2),
+        "skipped_collective",
+        nproc=4,
+        says=("Ranks 1 and 2 called all_reduce in a group of which they are no members", "Rank 0 waits in all_reduce"),
+        since_2_13=True,
+    ),
+    hang(
+        "a stage of a pipeline sends and receives with the tag of an older step",
+        """
+        step = 10 if rank == 1 else 20
+        if rank > 0:
+            dist.recv(torch.zeros(2), src=rank - 1, tag=step)
+        if rank < 2:
+            dist.send(torch.ones(2), dst=rank + 1, tag=step)
+        """,
+        1,
+        "unmatched_send_recv",
+        nproc=3,
+        says=("rank 0 waits for rank 1 at line", "it sends and receives with tag 10, the others with tag 20"),
+        since_2_13=True,
+    ),
+    hang(
+        "one of two leaves out its key of a round, and waits for what is to come of both",
+        """
+        store = dist.distributed_c10d._get_default_store()
+        for turn in range(3):
+            if rank == 0 or turn != 1:
+                store.set(f"score/{turn}/{rank}", "1")
+            if rank == 0:
+                store.wait([f"score/{turn}/{other}" for other in range(2)])
+                store.set(f"plan/{turn}", "1")
+            store.get(f"plan/{turn}")
+        """,
+        1,
+        "store_key_never_set",
+        says=('Rank 0 waits for the key "score/1/1" of the store', 'rank 1, who set "score/0/1" (line 14: '),
+        since_2_13=True,
+    ),
     hang(
         "a rank leaves out its send in the first round of a ring",
         """

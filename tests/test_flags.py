@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from test_records import write_rank, write_run
 
 from ddpkit import Run, wire
-from ddpkit.rank.brought import number_of
+from ddpkit.rank.brought import MOST_NUMBERS, number_of
 
 NAN = float("nan")
 LAST = {"file": "/t.py", "line": 5, "function": "f", "source": "raise Aborted(total)", "own": True}
@@ -24,9 +25,11 @@ def raised(
     last: dict[str, Any] | None = None,
     left: Sequence[int] = (),
     root: int | None = None,
+    size: int = 1,
 ) -> Run:
     """A run whose ranks `brought` these numbers, one list a round, to one collective, and raised after the last at the line
-    `last`, but those that have `left` with exit code 0. With a `root`, that one sent its numbers to all."""
+    `last`, but those that have `left` with exit code 0. With a `root`, that one sent its numbers to all. Of a `size` other
+    than 1 each is the sum of so many."""
     frame = LAST | (last or {})
     write_run(folder, nproc=len(brought[0]))
     for rank in range(len(brought[0])):
@@ -40,7 +43,7 @@ def raised(
                 "group": "0",
                 "group_name": "default_pg",
                 "ranks": [],
-                "sizes": [[1]],
+                "sizes": [[size]],
                 "dtypes": ["Float"],
                 "at_ns": number,
                 "done": True,
@@ -88,6 +91,32 @@ def test_whose_number_made_all_raise(
     page = "nan_loss" if any(number is not None and math.isnan(number) for number in brought[-1]) else "own_exception"
     assert (run.culprit, run.diagnosis.name) == (culprit, page)
     assert ("brought" in run.verdict.sentence) == (culprit != "every rank")
+
+
+@pytest.mark.parametrize(
+    ("brought", "reduces", "culprit"),
+    [
+        pytest.param([[2.5, NAN, 0.5]], "SUM", 1, id="weights are not finite"),
+        pytest.param([[NAN, NAN]], "SUM", "every rank", id="nor are those of any"),
+        pytest.param([[7.25, 7.25, 7.5]], "", 2, id="replicas differ"),
+        pytest.param([[7.25, 7.25, 7.5]], "SUM", "every rank", id="gradients differ"),
+        pytest.param([[0, 0, 1]], "SUM", "every rank", id="counts differ"),
+        pytest.param([[0, 0, 1]], "", "every rank", id="one alone has any"),
+        pytest.param([[7.25, 7.5]], "", "every rank", id="two differ"),
+    ],
+)
+def test_whose_numbers_made_all_raise_their_sum_tells(
+    tmp_path: Path, brought: list[list[float | None]], reduces: str, culprit: object
+) -> None:
+    run = raised(tmp_path, brought, reduces, size=8)
+    assert run.culprit == culprit
+    assert ("brought numbers whose sum is" in run.verdict.sentence) == (culprit != "every rank")
+
+
+def test_a_sum_is_kept_of_few_numbers_only() -> None:
+    few, many = torch.full((8,), 0.5), torch.ones(MOST_NUMBERS + 1)
+    assert (number_of("all_reduce", {"tensor": few}), number_of("all_reduce", {"tensor": many})) == (4.0, None)
+    assert number_of("all_reduce", {"tensor": torch.full((2,), 65504.0, dtype=torch.float16)}) == 131008.0
 
 
 def test_who_raised_for_another_is_said_to_be_a_consequence(tmp_path: Path) -> None:

@@ -239,6 +239,18 @@ def test_who_has_come_to_the_end_of_a_loop_before_the_others_has_fewer_turns(
         assert run.culprit == 1 and "Rank 1 has more turns of the loop in line 4" in run.verdict.sentence
 
 
+def test_whose_other_collective_is_a_threads_may_still_be_in_the_loop(tmp_path: Path) -> None:
+    on = {"calls": [("all_reduce", 6)] * 4, "waits": True}
+    run = hung(tmp_path, on, {"calls": [*[("all_reduce", 6)] * 3, ("all_gather", 12)], "waits": True}, on)
+    record = run.ranks[1].folder / wire.COLLECTIVES
+    found = wire.read_record(record) or {}
+    found["entries"][-1]["in_thread"] = True
+    wire.write_record(record, found)
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.diagnosis.name) == (1, "collective_mismatch")
+    assert "rank 1 joined all_gather of [4] Float in a thread of its own (line 12" in run.verdict.sentence
+
+
 def test_who_may_be_a_turn_of_the_outer_loop_behind_has_not_left_the_loop(tmp_path: Path) -> None:
     steps = [("all_reduce", 5)] * 3
     for line, culprit in ((30, None), (31, 1)):

@@ -1,27 +1,33 @@
-"""What a rank brings to a collective of a single number or object, where that may be how it tells the others of an error."""
+"""What a rank brings to a collective of few numbers or an object, where that may be how it tells the others of an error."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+# To sum these up takes some microseconds.
+MOST_NUMBERS = 65_536
 OF_OBJECTS = ("all_gather_object", "broadcast_object_list")
 _BAD = re.compile(r"err|fail|exc|abort", re.IGNORECASE)
 _GOOD = re.compile(r"ok(ay)?|success(ful)?|succeeded|healthy|done|passed", re.IGNORECASE)
 
 
 def number_of(op: str, asked: Mapping[str, Any]) -> float | None:
-    """The only number that this rank brings to a collective of these arguments; None where it brings more, or has it on a GPU,
-    for which one would have to wait. Of objects, 1 where one tells of an error, else 0."""
+    """The number that this rank brings to a collective of these arguments, or the sum of those; None where it brings too many, or
+    has them on a GPU, for which one would have to wait. Of objects, 1 where one tells of an error, else 0."""
     with contextlib.suppress(Exception):
         if op in OF_OBJECTS:
             gathered = "obj" in asked
             return float(_tells_of_an_error(asked["obj" if gathered else "object_list"], by_any_text=gathered))
         tensor = asked["tensor"] if "tensor" in asked else asked["input_tensor"]
-        if (op.startswith("all_") or op == "broadcast") and tensor.numel() == 1 and tensor.device.type == "cpu":
-            return float(tensor.detach().item())
+        if (op.startswith("all_") or op == "broadcast") and tensor.device.type == "cpu":
+            if tensor.numel() == 1:
+                return float(tensor.detach().item())
+            if 1 < tensor.numel() <= MOST_NUMBERS:
+                return float(tensor.detach().sum(dtype=sys.modules["torch"].float64))
     return None
 
 

@@ -166,6 +166,7 @@ def _entry(entry: dict[str, Any], placed: bool, call_of: Callable[[str, int], pe
         "brings": call.brings if call else None,
         "reduces": call.reduces if call else "",
         "raising": call is not None and call.raising,
+        "in_thread": any(f["name"] == "_bootstrap" and "threading" in f["filename"] for f in entry["frames"]),
         "sizes": entry["input_sizes"],
         "dtypes": entry["input_dtypes"],
         "at_ns": entry["time_created_ns"],

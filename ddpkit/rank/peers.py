@@ -64,7 +64,7 @@ def begin_exchange(op: str, asked: Mapping[str, Any]) -> dict[str, Any] | None:
         {"filename": frame.f_code.co_filename, "line": frame.f_lineno, "name": frame.f_code.co_name} if frame else None
     )
     nbytes = getattr(asked.get("tensor"), "nbytes", 0)
-    record = {"at_ns": time.time_ns(), "op": op, "bytes": nbytes, "peer": under_way_with}
+    record = {"at_ns": time.time_ns(), "op": op, "bytes": nbytes, "peer": under_way_with, "tag": asked.get("tag", 0)}
     _exchanged.append((record, line))
     return record
 
