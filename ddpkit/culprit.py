@@ -29,7 +29,7 @@ from .endings import (
     words_for,
 )
 from .finding import Finding, ranks_said, verb
-from .flags import find_flag
+from .flags import find_flag, find_nan
 from .mismatch import find_parting
 from .records import Failure, Rank
 from .standing import at_line, may_wait, same_line, standing, unmoved_s
@@ -75,7 +75,7 @@ def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
     """The verdict over one attempt of a job."""
     classes: dict[int, Class] = {r.rank: "gave_up" if _ended_its_own_wait(r, ranks) else classify(r) for r in ranks}
     own = [r for r in ranks if classes[r.rank] == "own"]
-    flag = find_flag(own, ranks)
+    flag = find_flag(own, ranks) or find_nan(own)
     told = [r.rank for r in own if (r.rank not in flag.ranks if flag else tells_of_another(r))]
     if len(told) < len(ranks):
         classes |= dict.fromkeys(told, "heard")

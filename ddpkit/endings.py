@@ -187,7 +187,7 @@ def words_for(rank: Rank, end: Class, ending: Ending, kind: str, at_fault: bool)
     if end == "passed":
         return "left early, exit code 0" if at_fault else "passed"
     if end in ("peer_lost", "gave_up", "heard"):
-        met = MET[end]
+        met = "met another rank's nan" if end == "heard" and kind == "not_finite" else MET[end]
         for what, pattern in _TOLD_OF:
             if rank.failure and pattern.search(rank.failure.message):
                 met = f"was told that a rank had {what}"

@@ -9,10 +9,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from .collectives import Collective
 from .endings import LEAVES, common_deed
-from .finding import Finding, ranks_said
+from .finding import Finding, ranks_said, verb
 from .records import Rank
 
 OBJECT = "object"
+_NOT_FINITE = re.compile(
+    r"\bnans?\b|(\b|_)is_?(nan|inf|finite)|(not|non-?|in) ?finite|FloatingPoint|diverg", re.IGNORECASE
+)
 _CHOOSES = re.compile(r"\b(raise|assert)\b")
 _FLAGS = {0.0, 1.0}
 # Which of two flags decides the whole: of a minimum one that is not set, as of "all is well", of a maximum one that is set,
@@ -43,6 +46,24 @@ def find_flag(raised: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
     if not math.isfinite(brings[odd[0]]):
         kind = "not_finite"
     return Finding(odd, _sentence(odd, joined, raised, told), kind)
+
+
+def find_nan(raised: Sequence[Rank]) -> Finding | None:
+    """Who alone of those that `raised` at one line over what is not finite held nan in a variable: gradients and weights are
+    not finite on every rank by then. None where nobody or everybody did, or they raised over something else."""
+    failures = {rank.rank: rank.failure for rank in raised if rank.failure}
+    over = next(iter(failures.values()), None)
+    if over is None or len({*map(_line, raised)}) != 1 or not _NOT_FINITE.search(f"{over.text} {over.line_text}"):
+        return None
+    everywhere = set.intersection(*(set(failure.nan_in) for failure in failures.values()))
+    alone = {n: held for n, f in failures.items() if (held := [name for name in f.nan_in if name not in everywhere])}
+    if not alone or len(alone) == len(failures):
+        return None
+    named = ", ".join(dict.fromkeys(f"`{name}`" for held in alone.values() for name in held))
+    rest = [rank for rank in failures if rank not in alone]
+    opening = f"{ranks_said(sorted(alone))} {verb(alone, 'has', 'have')} nan in {named}"
+    others = f"{ranks_said(sorted(rest)).lower()} {verb(rest, 'has', 'have')} not"
+    return Finding(tuple(sorted(alone)), f"{opening}, {others}; all {common_deed(raised)}.", "not_finite")
 
 
 def _of_one(call: Collective) -> bool:

@@ -23,6 +23,7 @@ class Failure:
     raised from, nearest first, as (type, message); `where` is the innermost line of the user's own code; `at_fault` are the
     ranks that the exception itself names, () for nearly all. `by_thread`: another thread than the main one called `os._exit`,
     while the main one was in `frames`. `let_go`: it came to a collective of all on its way out, and let the others go on.
+    `nan_in` are the variables of the user's own functions on the way to it that held nan.
     """
 
     at_ns: int
@@ -36,6 +37,7 @@ class Failure:
     at_fault: tuple[int, ...] = ()
     by_thread: bool = False
     let_go: bool = False
+    nan_in: tuple[str, ...] = ()
 
     @property
     def line_text(self) -> str:
@@ -341,6 +343,7 @@ def _failure(record: dict[str, Any]) -> Failure:
         errno=record.get("errno"),
         by_thread=record.get("by_thread", False),
         let_go=record.get("let_go", False),
+        nan_in=tuple(record.get("nan_in", ())),
     )
 
 

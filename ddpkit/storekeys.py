@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from .collectives import Collective
 from .finding import Finding, ranks_said, verb
 from .frames import Frame
+from .records import Rank
 from .standing import Standing, at_line, same_line, with_line
 
 _NUMBER = re.compile(r"(\d+)")
@@ -24,7 +26,9 @@ def left_unset(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> F
             if not any(key in own for own in keys.values()):
                 wanted.setdefault(key, []).append(number)
     whose = {key: owner for key in wanted if (owner := _owner(key, keys)) is not None}
-    past = {key: owner for key, owner in whose.items() if _is_past(owner, key, waiting, keys)}
+    in_step = {key: n for key, who in wanted.items() if (n := _in_step(key, waiting[who[0]], at, keys)) is not None}
+    past = {key: owner for key, owner in whose.items() if _is_past(owner, key, waiting, keys)} | in_step
+    whose |= in_step
     # One that waits for a key of another may not have come to its own.
     held_up = {n for key, owner in whose.items() for n in wanted[key] if n != owner}
     at_fault = past or {key: owner for key, owner in whose.items() if owner not in held_up}
@@ -87,6 +91,24 @@ def _is_past(owner: int, key: str, waiting: Mapping[int, Standing], keys: Keys) 
         True
     ]
     return bool(before) and before == [True, False] * (len(before) // 2)
+
+
+def _in_step(key: str, waiter: Standing, at: Mapping[int, Standing], keys: Keys) -> int | None:
+    """The one rank that has set all keys like `key`, each after as many collectives as this one had joined when it asked for it,
+    and has joined more than that since; None where there is none."""
+    setters = [n for n, own in keys.items() if any(_same_but_numbers(other, key) for other in own)]
+    if len(setters) != 1 or at[setters[0]] is waiter:
+        return None
+    owner = at[setters[0]].rank
+    lines = [line for other, line in keys[owner.rank].items() if _same_but_numbers(other, key)]
+    sets = [_joined_before(call, owner) for call in owner.keyed if call.op == "set" and call.where in lines]
+    asked = [_joined_before(call, waiter.rank) for call in waiter.rank.keyed if same_line(call.where, waiter.place)]
+    left_out = len(sets) > 1 and asked[:-1] == sets and len(owner.collectives) > asked[-1] > sets[-1]
+    return owner.rank if left_out else None
+
+
+def _joined_before(call: Collective, rank: Rank) -> int:
+    return sum(joined.at_ns < call.at_ns for joined in rank.collectives)
 
 
 def _setters(key: str, place: int, keys: Keys) -> dict[int, int]:

@@ -187,13 +187,14 @@ class Watcher:
                     self._finding = self._look(ranks, "stall")
                 self.job.stop("stall")
         else:
-            if self._finding is not None:
-                self._finding = None
-                withdraw(ranks)
+            stalled, self._finding = self._finding is not None, None
             if self._looked_at_failure_of < (attempt := _failed_attempt(ranks)):
-                # The keeper of a rank that failed holds its end back, so that those it may have waited for still live.
+                # The keeper of a rank that failed holds its end back, so that those it may have waited for still live. Where
+                # they do not any more, what was seen of them in the standstill is kept.
                 self._looked_at_failure_of = attempt
                 self._look(ranks, "failure")
+            elif stalled:
+                withdraw(ranks)
 
     def _may_still_come(self, ranks: Sequence[Rank], silent_s: float) -> bool:
         """Whether whoever holds the job up computes, as a rank does that imports torch on a busy machine, or a child of it, or

@@ -976,7 +976,7 @@ CASES = [
         2,
         "unmatched_send_recv",
         nproc=4,
-        says=("rank 0 waits at", "Rank 2 left the common way", "most ranks came to another one"),
+        says=("rank 0 waits for rank 2 at", "Rank 2 left the common way", "most ranks came to another one"),
         since_2_13=True,
     ),
     hang(
@@ -1846,6 +1846,36 @@ CASES = [
         1,
         "store_key_never_set",
         says=('Rank 0 waits for the key "score/1/1" of the store', 'rank 1, who set "score/0/1" (line 14: '),
+        since_2_13=True,
+    ),
+    case(
+        "DDP carries the nan of one rank to all, which raise while they clip",
+        """
+        net = DDP(torch.nn.Linear(4, 1))
+        for step in range(3):
+            loss = net(torch.full((2, 4), float("nan") if rank == 1 and step == 2 else 1.0)).sum()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+        """,
+        1,
+        "nan_loss",
+        nproc=3,
+        says=("Rank 1 has nan in `loss`, ranks 0 and 2 have not; all raised RuntimeError: The total norm",),
+    ),
+    hang(
+        "one who sets a key after each step leaves one out, and goes on to the next step",
+        """
+        store = dist.distributed_c10d._get_default_store()
+        for step in range(5):
+            dist.all_reduce(torch.ones(2))
+            if rank == 0 and step < 3:
+                store.set(f"best/{step}", "1")
+            if rank == 1:
+                store.get(f"best/{step}")
+        """,
+        0,
+        "store_key_never_set",
+        says=('Rank 1 waits for the key "best/3" of the store', 'rank 0, who set "best/2" (line 15: '),
         since_2_13=True,
     ),
     hang(

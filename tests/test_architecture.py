@@ -137,7 +137,7 @@ ALLOWED: dict[str, set[str]] = {
     "endings": {"records", "stable"},
     "standstill": {"standing", "circle", "joining", "mismatch", "finding", "collectives", "frames", "records"},
     "circle": {"standing", "joining", "exchanges", "storekeys", "finding", "collectives", "frames"},
-    "storekeys": {"standing", "finding", "frames"},
+    "storekeys": {"standing", "collectives", "finding", "frames", "records"},
     "exchanges": {"standing", "finding", "collectives"},
     "joining": {"standing", "finding", "records"},
     "mismatch": {"standing", "finding", "collectives", "frames", "records"},

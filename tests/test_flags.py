@@ -12,6 +12,7 @@ import torch
 from test_records import write_rank, write_run
 
 from ddpkit import Run, wire
+from ddpkit.rank import failure
 from ddpkit.rank.brought import MOST_NUMBERS, number_of
 
 NAN = float("nan")
@@ -111,6 +112,39 @@ def test_whose_numbers_made_all_raise_their_sum_tells(
     run = raised(tmp_path, brought, reduces, size=8)
     assert run.culprit == culprit
     assert ("brought numbers whose sum is" in run.verdict.sentence) == (culprit != "every rank")
+
+
+@pytest.mark.parametrize(
+    ("held", "message", "culprit"),
+    [
+        (((), ("loss",), ()), "loss is nan", 1),
+        ((("loss",), ("x", "loss"), ("loss",)), "non-finite gradients", 1),
+        ((("loss",), ("loss",), ("loss",)), "loss is nan", "every rank"),
+        (((), (), ()), "loss is nan", "every rank"),
+        (((), ("best",), ()), "no such file", "every rank"),
+    ],
+    ids=["one has it", "one has more of it", "all have it", "nobody has it", "another error"],
+)
+def test_who_alone_held_nan_as_all_raised_over_it(
+    tmp_path: Path, held: tuple[tuple[str, ...], ...], message: str, culprit: object
+) -> None:
+    write_run(tmp_path, nproc=3)
+    for rank, names in enumerate(held):
+        write_rank(tmp_path, rank, {"type": "RuntimeError", "message": message, "at_ns": 100 + rank, "nan_in": names})
+    run = Run.from_folder(tmp_path)
+    assert run.culprit == culprit
+    if culprit == 1:
+        assert run.ranks[0].words == "met another rank's nan: a consequence"
+
+
+def test_a_failure_has_the_variables_that_held_nan() -> None:
+    def step() -> None:
+        loss, other, batch = NAN, float("inf"), torch.tensor([1.0, NAN])
+        raise FloatingPointError(f"{loss} {other} {batch}")
+
+    with pytest.raises(FloatingPointError) as caught:
+        step()
+    assert failure.described(caught.value)["nan_in"] == ["loss", "batch"]
 
 
 def test_a_sum_is_kept_of_few_numbers_only() -> None:

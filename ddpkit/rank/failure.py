@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import sysconfig
@@ -15,6 +16,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ddpkit import wire
+
+# Larger tensors are not searched for nan.
+MOST_NUMBERS = 1_000_000
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _ranks_own_pid = 0
@@ -114,9 +118,31 @@ def described(error: BaseException) -> dict[str, Any]:
         "frames": frames,
         "where": _innermost_own(frames) or (frames[-1] if frames else _syntax_error_place(error)),
         "errno": getattr(error, "errno", None),
+        "nan_in": _nan_in(trimmed(error.__traceback__)),
         # What the ranks found out together names those at fault; the others raise it too, as a consequence.
         "at_fault": list(getattr(error, "at_fault", ())),
     }
+
+
+def _nan_in(traceback: TracebackType | None) -> list[str]:
+    """The variables of the user's own functions that hold nan, as numbers or small tensors, the innermost function's first."""
+    found: list[str] = []
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if is_users_own(frame.f_code.co_filename):
+            found = [name for name, value in frame.f_locals.items() if _holds_nan(value)] + found
+        traceback = traceback.tb_next
+    return list(dict.fromkeys(found))
+
+
+def _holds_nan(value: Any) -> bool:
+    with contextlib.suppress(Exception):
+        if isinstance(value, float):
+            return math.isnan(value)
+        torch = sys.modules.get("torch")
+        if torch and isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() <= MOST_NUMBERS:
+            return bool(value.detach().isnan().any())
+    return False
 
 
 def _only_one_in(error: BaseException) -> BaseException:
