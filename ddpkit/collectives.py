@@ -226,7 +226,7 @@ def _loop_left(
     """The innermost loop that these ranks have come to the end of, and in which the others still are; "" where they may have left
     it otherwise, as by an exception, are in it still, with a thread beside it, or may have passed it by this time."""
     left = {each for n in inside for each in joined[n].loops} - {each for n in done for each in joined[n].loops}
-    elsewhere = any(c.raising for c in joined.values()) or len({c.in_thread for c in joined.values()}) > 1
+    elsewhere = any(joined[n].raising for n in done) or len({c.in_thread for c in joined.values()}) > 1
     if elsewhere or not all(left <= {*joined[n].to_the_end} for n in inside):
         return ""
     loop = next(iter(joined[inside[0]].loops), "")

@@ -35,11 +35,11 @@ def without_an_exchange(waiting: Mapping[int, Standing]) -> tuple[int, ...]:
 def ends_a_chain(number: int, waiting: Mapping[int, Standing]) -> bool:
     """Whether `number` may be one end of a chain and a rank that waits to exchange with it the other, as each has swapped with
     some rank, but never they with each other: who takes it for a ring waits in vain, and so does who is left in a ring."""
-    here = waiting[number]
-    for_it = [s for s in waiting.values() if s.pairwise and number in peers(s) and not here.pairwise]
-    return bool(_swaps(_last_round(here))) and any(
-        _swaps(_last_round(s)) - {number} and not _times(here, "", s.rank.rank) for s in for_it
-    )
+    here = waiting.get(number)
+    if here is None or here.pairwise or not _swaps(_last_round(here)):
+        return False
+    for_it = (s for s in waiting.values() if s.pairwise and number in peers(s))
+    return any(_swaps(_last_round(s)) - {number} and not _times(here, "", s.rank.rank) for s in for_it)
 
 
 def with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:

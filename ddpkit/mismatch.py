@@ -255,7 +255,7 @@ def parted_at(parted: Parting) -> Finding:
     with_roots = len({c.root for c in joined.values()} - {None}) > 1
     in_threads = len({c.in_thread for c in joined.values()}) > 1
     words = {
-        n: c.shape_words + with_roots * _root_of(c) + in_threads * c.in_thread * " in a thread of its own"
+        n: c.shape_words + (_root_of(c) if with_roots else "") + (_thread_of(c) if in_threads else "")
         for n, c in joined.items()
     }
     same_words = len(set(words.values())) == 1
@@ -283,6 +283,10 @@ def _root_of(collective: Collective) -> str:
     if collective.root is None:
         return ""
     return f" {'to' if collective.op in ('reduce', 'gather') else 'from'} rank {collective.root}"
+
+
+def _thread_of(collective: Collective) -> str:
+    return " in a thread of its own" if collective.in_thread else ""
 
 
 def _line_of(collective: Collective, bare: bool) -> str:

@@ -60,12 +60,10 @@ class Standing:
     def words(self) -> str:
         """`waits in all_reduce #9`, `idle at line 40: time.sleep(60)`."""
         at = f" at {self.place.text}" if self.place else ""
+        if self.kind == "waiting" and self.collective:
+            return f"waits in {self.collective.name}"
         if self.kind == "waiting":
-            return (
-                f"waits in {self.collective.name}"
-                if self.collective
-                else f"waits{for_a_key([self]) or _for_peers(self)}{at}"
-            )
+            return f"waits{for_a_key([self]) or _for_peers(self)}{at}"
         said: dict[Kind, str] = {
             "left": "has left",
             "late": "came only after that",

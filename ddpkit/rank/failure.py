@@ -140,8 +140,9 @@ def _holds_nan(value: Any) -> bool:
         if isinstance(value, float):
             return math.isnan(value)
         torch = sys.modules.get("torch")
-        if torch and isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() <= MOST_NUMBERS:
-            return bool(value.detach().isnan().any())
+        # To look at a tensor of another kind may take a collective.
+        if torch and type(value) in (torch.Tensor, torch.nn.Parameter):
+            return value.device.type == "cpu" and value.numel() <= MOST_NUMBERS and bool(value.detach().isnan().any())
     return False
 
 
