@@ -36,6 +36,7 @@ from .standing import (
     for_a_key,
     instead,
     is_at_a_key,
+    is_exchanging,
     missing_in,
     peers,
     same_line,
@@ -160,7 +161,7 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     if found[0]:
         ranks, how = found
         kind = "never_joined" if _has_gone_past(ranks, waiting, at) else "mismatch"
-        kind = "no_key" if at_a_key else "unmatched" if any(s.pairwise for s in waiting.values()) else kind
+        kind = "no_key" if at_a_key else "unmatched" if any(map(is_exchanging, waiting.values())) else kind
         return Finding(ranks, f"{opening}: {said}. {ranks_said(ranks)} left the common way: {how}.", kind)
     return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
 

@@ -95,13 +95,21 @@ def has_another_partner(waiting: Mapping[int, Standing]) -> Odd | None:
             *before, done = [each for each in _rounds(waiting[left]) if each] or [[]]
             as_ever = bool(before) and {len(each) for each in before} == {len(done)}
             met = _swaps(done)
-            if not as_ever or _swaps(_last_round(waiter)) != {left} or len(met) != 1 or number in met:
+            if not as_ever or _to_swap_with(waiter) != {left} or len(met) != 1 or number in met:
                 continue
             other = met.pop()
             if other in waiting and _swaps(_last_round(waiting[other])) == {left}:
                 how = f"it waits to exchange with rank {left}, which has exchanged with rank {other}, and that with it"
                 return (number,), how
     return None
+
+
+def _to_swap_with(waiter: Standing) -> set[int | None]:
+    """The ranks that it has swapped with since the collective before or, where it swapped with one in every round before, with
+    which it has only begun to."""
+    *before, now = _rounds(waiter)
+    in_pairs = any(before) and all(len(_swaps(made)) == 1 for made in before if made)
+    return {peer for _op, peer in now} if in_pairs else {*_swaps(now)}
 
 
 def _swaps(made: Sequence[Exchange]) -> set[int]:

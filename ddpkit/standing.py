@@ -243,6 +243,12 @@ def is_at_a_key(standing: Standing) -> bool:
     return bool(standing.rank.awaited) or (standing.place is not None and bool(_STORE.search(standing.place.source)))
 
 
+def is_exchanging(standing: Standing) -> bool:
+    """Whether this rank waits for a send or receive, or has given one up that it had begun."""
+    calls = standing.rank.calls
+    return standing.pairwise or (standing.collective is None and bool(calls) and calls[-1].is_exchange)
+
+
 def kind_of_wait(standing: Standing) -> str:
     """The kind of a finding about a rank that never came to what this one waits in."""
     if is_at_a_key(standing):

@@ -345,6 +345,26 @@ def test_who_swaps_alone_where_all_have_swapped_before_is_out_of_step(tmp_path: 
     assert run.culprit is None, run.verdict.sentence
 
 
+def test_who_has_drawn_another_partner_than_all_is_told_by_the_round_before(tmp_path: Path) -> None:
+    """Pairs that swap, the lower sends first; in the second round rank 2 takes rank 1, which has swapped with 0."""
+
+    def swap(turn: int, number: int, other: int) -> list[tuple[int, str, int, int]]:
+        return [(turn, op, 6, other) for op in (("send", "recv") if number < other else ("recv", "send"))]
+
+    after: dict[str, Any] = {"calls": [("all_reduce", 8)] * 2, "waits": True, "within": [0, 1, 2, 3]}
+    waits: dict[str, Any] = {"calls": [("all_reduce", 8)], "within": [0, 1, 2, 3], "waits": True, "line": 6}
+    first = {n: swap(0, n, other) for n, other in enumerate([2, 3, 0, 1])}
+    run = hung(
+        tmp_path,
+        {**after, "exchanged": first[0] + swap(1, 0, 1)},
+        {**after, "exchanged": first[1] + swap(1, 1, 0)},
+        {**waits, "peer": 1, "exchanged": first[2] + swap(1, 2, 1)[:1]},
+        {**waits, "peer": 2, "exchanged": first[3] + swap(1, 3, 2)[:1]},
+    )
+    assert (run.culprit, run.verdict.kind) == (2, "unmatched")
+    assert "it waits to exchange with rank 1, which has exchanged with rank 0" in run.verdict.sentence
+
+
 def test_a_stage_with_a_role_of_its_own_is_not_out_of_step(tmp_path: Path) -> None:
     """Rank 0 of a pipeline sends four times, the last stage receives three times: either may have counted wrong."""
     sends = [(1, "send", 9, 1)] * 4
