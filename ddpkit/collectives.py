@@ -35,6 +35,7 @@ class Collective:
     not kept; of an "object" 1 where that tells of an error), `reduces` what is made of the ranks' numbers: "SUM", "MAX" and so
     on, "" where they are only passed on.
     `raising`: it was called while an exception was on its way, in a `finally` say; `in_thread`: by a thread beside the main one.
+    `over_ns`: when the call was over, for the program at least; 0 where it was not, or that was not kept.
     `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
     """
 
@@ -60,6 +61,7 @@ class Collective:
     reduces: str = ""
     raising: bool = False
     in_thread: bool = False
+    over_ns: int = 0
     tag: int = 0
 
     def __repr__(self) -> str:
@@ -190,6 +192,7 @@ def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
         reduces=entry.get("reduces", ""),
         raising=entry.get("raising", False),
         in_thread=entry.get("in_thread", False),
+        over_ns=entry.get("over_ns", 0),
     )
 
 

@@ -43,6 +43,8 @@ TOGETHER_NS = 100_000_000
 LEAVING_TAKES_NS = 3_000_000_000
 # A rank that waits for less than this, or for less than so many of its own steps, is in the middle of an ordinary one.
 STILL_FROM_S = 2.0
+# A call that was over sooner may have gone on by itself, as with async_op=True.
+WAITS_FROM_S = 1.0
 STEPS_MISSED = 2
 
 _WAITED = re.compile(r"Timed out waiting (\d+)ms for (?:recv|send) operation")
@@ -312,14 +314,20 @@ def _had_gone_on(rank: Rank, joined_ns: int, victim: Rank) -> bool:
 
 def _had_given_up_before(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:
     """Who came too late to a collective that the victim had given up before, and caught that: gloo has closed the connections
-    of that group then, and whatever else is begun in it fails at once."""
+    of that group then, and whatever else is begun in it fails at once, as it says, or as who came late has lost them too."""
     last = standing(victim).collective
-    if last is None or victim.failure is None or _CLOSED_BY_A_TIMEOUT not in victim.failure.message:
+    if last is None or victim.failure is None:
         return None
+    closed_by_a_timeout = _CLOSED_BY_A_TIMEOUT in victim.failure.message
     before = [c for c in victim.collectives if (c.group, c.setup) == (last.group, last.setup) and c.seq < last.seq]
     for given_up in reversed(before):
         joined = {r.rank: c.at_ns for r in ranks for c in r.collectives if c.key == given_up.key}
-        late = {n: (at_ns - given_up.at_ns) / 1e9 for n, at_ns in joined.items()}
+        waited_s = (given_up.over_ns - given_up.at_ns) / 1e9
+        late = {
+            n: (at_ns - given_up.at_ns) / 1e9
+            for n, at_ns in joined.items()
+            if closed_by_a_timeout or (waited_s >= WAITS_FROM_S and at_ns > given_up.over_ns)
+        }
         if too_late := tuple(sorted(n for n, seconds in late.items() if seconds >= STILL_FROM_S)):
             came = f"came to {given_up.name}{given_up.from_line} {max(late.values()):.0f} s after the others"
             closed = "who had given up waiting by then; what they begin after that in this group fails at once"

@@ -722,6 +722,26 @@ def test_who_leaves_its_group_for_a_collective_of_all_is_at_fault(tmp_path: Path
     assert "of its group" not in run.verdict.sentence
 
 
+@pytest.mark.parametrize(
+    ("over_s", "kind"), [(3.0, "straggler"), (0, "never_joined"), (1.1, "never_joined"), (6.0, "never_joined")]
+)
+def test_who_came_after_a_wait_was_over_was_late_whatever_failed_then(tmp_path: Path, over_s: float, kind: str) -> None:
+    """Rank 1 waited from 1 s on, came back, and lost its peer in the next call; rank 0 had come at 5.5 s, and sleeps."""
+    write_run(tmp_path)
+    write_rank(tmp_path, 0, **ENDED)
+    write_rank(tmp_path, 1, {"type": "RuntimeError", "message": PEER_LOST.format(port=1), "at_ns": 9 * 10**9})
+    evidence(tmp_path, 0, [("all_reduce", 5)], waits=False, line=9)
+    evidence(tmp_path, 1, [("all_reduce", 5)] * 2, waits=True)
+    for rank, came_s in ((0, [5.5]), (1, [1.0, 7.0])):
+        record = wire.rank_folder(tmp_path, 0, rank) / wire.COLLECTIVES
+        found = wire.read_record(record) or {}
+        for entry, at_s in zip(found["entries"], came_s, strict=True):
+            entry |= {"at_ns": int(at_s * 10**9), "over_ns": int(over_s * 10**9) if rank else 0, "done": at_s < 7}
+        wire.write_record(record, found)
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (0, kind), run
+
+
 def test_who_comes_long_after_all_others_had_given_up_is_at_fault_though_they_have_not_ended(tmp_path: Path) -> None:
     """They caught the timeout and save first; the late rank finds the connection closed and fails."""
 

@@ -166,6 +166,7 @@ def _entry(entry: dict[str, Any], placed: bool, call_of: Callable[[str, int], pe
         "brings": call.brings if call else None,
         "reduces": call.reduces if call else "",
         "raising": call is not None and call.raising,
+        "over_ns": call.over_ns if call else 0,
         "in_thread": any(f["name"] == "_bootstrap" and "threading" in f["filename"] for f in entry["frames"]),
         "sizes": entry["input_sizes"],
         "dtypes": entry["input_dtypes"],
