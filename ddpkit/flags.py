@@ -35,10 +35,14 @@ def find_flag(raised: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
     if len(brings) < (len(joined) if sender is None else 1):
         return None
     before = _before(last, [rank for rank in ranks if rank.rank in brings])
-    if sender is not None:
-        odd = tuple(brings) if _is_new(brings[sender], before if _of_one(last) else {brings[sender]}) else ()
+    if not all(map(math.isfinite, brings.values())):
+        odd = _not_finite(brings, len(joined))
+    elif not _of_one(last):
+        odd = _odd_sums(brings, last.reduces)
+    elif sender is not None:
+        odd = (sender,) if _is_new(brings[sender], before) else ()
     else:
-        odd = _odd(brings, before, last.reduces) if _of_one(last) else _odd_sums(brings, last.reduces)
+        odd = _odd(brings, before, last.reduces)
     told = [rank for rank in raised if rank.rank not in odd]
     if not odd or len({*map(_line, told)}) != 1 or not all(map(_by_choice, told)):
         return None
@@ -81,8 +85,8 @@ def _before(last: Collective, ranks: Sequence[Rank]) -> set[float]:
 
 
 def _is_new(number: float, before: Collection[float]) -> bool:
-    """Whether it is not what was always sent, or, sent for the first time, a flag that is set or not finite."""
-    return not math.isfinite(number) or (number not in before if before else number == 1)
+    """Whether it is not what was always sent or, sent for the first time, a flag that is set."""
+    return number not in before if before else number == 1
 
 
 def _by_choice(rank: Rank) -> bool:
@@ -97,8 +101,6 @@ def _by_choice(rank: Rank) -> bool:
 def _odd(brings: Mapping[int, float], before: Collection[float], reduces: str) -> tuple[int, ...]:
     """The ranks whose number tells that something is wrong; empty where none does, or all do."""
     odd: set[int] = set()
-    if not all(map(math.isfinite, brings.values())):
-        return _not_finite(brings)
     zero, numbers = {rank for rank, number in brings.items() if not number}, set(brings.values())
     new = {rank for rank, number in brings.items() if number not in before}
     usual, times = Counter(brings.values()).most_common(1)[0]
@@ -116,20 +118,17 @@ def _odd(brings: Mapping[int, float], before: Collection[float], reduces: str) -
 
 
 def _odd_sums(brings: Mapping[int, float], reduces: str) -> tuple[int, ...]:
-    """The ranks whose numbers tell by their sum that something is wrong: they are not finite or, where they are only passed on
-    and those of most ranks are equal, others."""
+    """The ranks whose numbers have another sum, where they are only passed on and those of most ranks are equal."""
     usual, times = Counter(brings.values()).most_common(1)[0]
-    if not all(map(math.isfinite, brings.values())):
-        return _not_finite(brings)
     if reduces or not usual or 2 * times <= len(brings):
         return ()
     return tuple(sorted(rank for rank, number in brings.items() if number != usual))
 
 
-def _not_finite(brings: Mapping[int, float]) -> tuple[int, ...]:
-    """The ranks that bring a number that is not finite, unless all do."""
+def _not_finite(brings: Mapping[int, float], members: int) -> tuple[int, ...]:
+    """The ranks that bring a number that is not finite, unless all `members` do."""
     found = tuple(sorted(rank for rank, number in brings.items() if not math.isfinite(number)))
-    return found if len(found) < len(brings) else ()
+    return found if len(found) < members else ()
 
 
 def _sentence(

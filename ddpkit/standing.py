@@ -234,8 +234,13 @@ def at_line(standing: Standing) -> str:
 
 
 def with_line(standing: Standing) -> str:
-    """What this rank does, and at which line; its words alone have a collective's name in place of the line."""
-    return f"{standing.words}{at_line(standing) if standing.collective else ''}"
+    """What this rank does, and at which line."""
+    return f"{standing.words}{line_unsaid(standing)}"
+
+
+def line_unsaid(standing: Standing) -> str:
+    """Its line, where its words have a collective's name in place of that."""
+    return at_line(standing) if standing.collective else ""
 
 
 def is_at_a_key(standing: Standing) -> bool:

@@ -26,6 +26,7 @@ from .standing import (
     is_at_a_key,
     is_in,
     kind_of_wait,
+    line_unsaid,
     missing_in,
     standings,
     who_waits_there,
@@ -125,8 +126,8 @@ def _missed_a_barrier(named: tuple[int, ...], at: Mapping[int, Standing]) -> Fin
         waited = f"{ranks_said(there)} waited in {barrier} to which nobody else came"
         return Finding(tuple(there), f"{waited}; each of the others {with_line(first)}.", "mismatch")
     if len(there) > len(elsewhere):
-        return Finding(tuple(elsewhere), f"{said}{at_line(first)}.", "mismatch")
-    return undecided(f"{said}{at_line(first)}.", "mismatch")
+        return Finding(tuple(elsewhere), f"{said}{line_unsaid(first)}.", "mismatch")
+    return undecided(f"{said}{line_unsaid(first)}.", "mismatch")
 
 
 def _among_waiting(

@@ -44,10 +44,10 @@ def left_unset(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> F
 def _owner(key: str, keys: Keys) -> int | None:
     """The one rank that is to set `key` by each of its numbers: by one that tells ranks from each other (a rank, or what goes
     round the ranks), or because it has set this key in other rounds, while others are set in this one."""
-    by_number = [_setters(key, place, keys) for place in range(len(_NUMBER.findall(key)))]
+    by_number = _setters(key, keys)
     owners = set()
-    for place, setters in enumerate(by_number):
-        number, who = int(_NUMBER.findall(key)[place]), set(setters.values())
+    for place, (number, setters) in enumerate(zip(_numbers(key), by_number, strict=True)):
+        who = set(setters.values())
         if len(who) > 1 and all(n % len(keys) == rank for n, rank in setters.items()):
             # Beyond the last one it may be the reader that asks for one too many.
             if number < max(len(keys), *setters):
@@ -60,47 +60,42 @@ def _owner(key: str, keys: Keys) -> int | None:
 
 def _of_that_number(key: str, keys: Keys) -> set[int]:
     """The ranks that `key` has the number of, where each key like it, of two ranks or more, has that of who set it."""
-    alike = [
-        (rank, list(map(int, _NUMBER.findall(k))))
-        for rank, own in keys.items()
-        for k in own
-        if _same_but_numbers(k, key)
-    ]
-    if len({rank for rank, _numbers in alike}) < 2:
+    alike = _alike(key, keys)
+    if len(alike) < 2:
         return set()
     return {
         number
-        for place, number in enumerate(map(int, _NUMBER.findall(key)))
-        if number in keys and all(numbers[place] == rank for rank, numbers in alike)
+        for place, number in enumerate(_numbers(key))
+        if number in keys and all(_numbers(k)[place] == rank for rank, own in alike.items() for k in own)
     }
 
 
 def _is_past(owner: int, key: str, waiting: Mapping[int, Standing], keys: Keys) -> bool:
     """Whether `owner` waits for what another rank waits for at the same line, which has set its own in place of `key`, or waits
     once more where it has always waited after it had set one like it."""
-    by_number = [_setters(key, place, keys) for place in range(len(_NUMBER.findall(key)))]
-    others = {n for setters in by_number if len(set(setters.values())) > 1 for n in setters.values()} - {owner}
     here = waiting.get(owner)
     if here is None:
         return False
-    alike = (waiting[n] for n in others if n in waiting)
-    if any(s.rank.awaited == here.rank.awaited and same_line(s.place, here.place) for s in alike):
+    others = {n for setters in _setters(key, keys) if len(set(setters.values())) > 1 for n in setters.values()} - {
+        owner
+    }
+    beside = (waiting[n] for n in others if n in waiting)
+    if any(s.rank.awaited == here.rank.awaited and same_line(s.place, here.place) for s in beside):
         return True
-    lines = [line for other, line in keys[owner].items() if _same_but_numbers(other, key)]
-    *before, _now = [c.op == "set" for c in here.rank.keyed if c.where in lines or same_line(c.where, here.place)] or [
-        True
-    ]
+    lines = _alike(key, keys).get(owner, {}).values()
+    sets = [c.op == "set" for c in here.rank.keyed if c.where in lines or same_line(c.where, here.place)]
+    before = sets[:-1]
     return bool(before) and before == [True, False] * (len(before) // 2)
 
 
 def _in_step(key: str, waiter: Standing, at: Mapping[int, Standing], keys: Keys) -> int | None:
     """The one rank that has set all keys like `key`, each after as many collectives as this one had joined when it asked for it,
     and has joined more than that since; None where there is none."""
-    setters = [n for n, own in keys.items() if any(_same_but_numbers(other, key) for other in own)]
-    if len(setters) != 1 or at[setters[0]] is waiter:
+    alike = _alike(key, keys)
+    if len(alike) != 1 or waiter.rank.rank in alike:
         return None
-    owner = at[setters[0]].rank
-    lines = [line for other, line in keys[owner.rank].items() if _same_but_numbers(other, key)]
+    number, own = next(iter(alike.items()))
+    owner, lines = at[number].rank, own.values()
     sets = [_joined_before(call, owner) for call in owner.keyed if call.op == "set" and call.where in lines]
     asked = [_joined_before(call, waiter.rank) for call in waiter.rank.keyed if same_line(call.where, waiter.place)]
     left_out = len(sets) > 1 and asked[:-1] == sets and len(owner.collectives) > asked[-1] > sets[-1]
@@ -111,28 +106,34 @@ def _joined_before(call: Collective, rank: Rank) -> int:
     return sum(joined.at_ns < call.at_ns for joined in rank.collectives)
 
 
-def _setters(key: str, place: int, keys: Keys) -> dict[int, int]:
-    """Which rank has set each key that differs from `key` in this one of its numbers alone, by that number."""
-    parts = _NUMBER.split(key)
-    found = {}
-    for rank, own in keys.items():
-        for other in map(_NUMBER.split, own):
-            differing = [i for i, (one, theirs) in enumerate(zip(parts, other, strict=False)) if one != theirs]
-            if len(other) == len(parts) and differing == [2 * place + 1]:
-                found[int(other[differing[0]])] = rank
+def _setters(key: str, keys: Keys) -> list[dict[int, int]]:
+    """For each number in `key`, which rank has set each key that differs from it in that one alone, by the other's number."""
+    own_numbers = _numbers(key)
+    found: list[dict[int, int]] = [{} for _ in own_numbers]
+    for rank, own in _alike(key, keys).items():
+        for numbers in map(_numbers, own):
+            differing = [place for place, number in enumerate(own_numbers) if number != numbers[place]]
+            if len(differing) == 1:
+                found[differing[0]][numbers[differing[0]]] = rank
     return found
 
 
 def _unset(key: str, owner: int, keys: Keys) -> str:
     """That `owner` has not set `key`, with the last one like it that it has set, or else with the line of the others'."""
-    alike = {n: [(k, line) for k, line in own.items() if _same_but_numbers(k, key)] for n, own in keys.items()}
-    others = sorted(n for n, own in alike.items() if own)
-    shown, line = alike[owner if alike[owner] else others[0]][-1]
+    alike = _alike(key, keys)
+    shown, line = list(alike[owner if owner in alike else min(alike)].items())[-1]
     from_line = f" ({line.text})" if line else ""
-    if alike[owner]:
+    if owner in alike:
         return f'rank {owner}, who set "{shown}"{from_line}, has not set it'
-    return f"rank {owner} has not set it, as {ranks_said(others).lower()} set theirs{from_line}"
+    return f"rank {owner} has not set it, as {ranks_said(sorted(alike)).lower()} set theirs{from_line}"
 
 
-def _same_but_numbers(one: str, other: str) -> bool:
-    return _NUMBER.split(one)[::2] == _NUMBER.split(other)[::2]
+def _alike(key: str, keys: Keys) -> Keys:
+    """The keys that differ from `key` in their numbers alone, of the ranks that have set any."""
+    words = _NUMBER.split(key)[::2]
+    alike = {n: {k: line for k, line in own.items() if _NUMBER.split(k)[::2] == words} for n, own in keys.items()}
+    return {n: own for n, own in alike.items() if own}
+
+
+def _numbers(key: str) -> list[int]:
+    return [int(number) for number in _NUMBER.findall(key)]

@@ -13,7 +13,7 @@ from test_records import write_rank, write_run
 
 from ddpkit import Run, wire
 from ddpkit.rank import failure
-from ddpkit.rank.brought import MOST_NUMBERS, number_of
+from ddpkit.rank.brought import MOST_SUMMED, number_of
 
 NAN = float("nan")
 LAST = {"file": "/t.py", "line": 5, "function": "f", "source": "raise Aborted(total)", "own": True}
@@ -148,7 +148,7 @@ def test_a_failure_has_the_variables_that_held_nan() -> None:
 
 
 def test_a_sum_is_kept_of_few_numbers_only() -> None:
-    few, many = torch.full((8,), 0.5), torch.ones(MOST_NUMBERS + 1)
+    few, many = torch.full((8,), 0.5), torch.ones(MOST_SUMMED + 1)
     assert (number_of("all_reduce", {"tensor": few}), number_of("all_reduce", {"tensor": many})) == (4.0, None)
     assert number_of("all_reduce", {"tensor": torch.full((2,), 65504.0, dtype=torch.float16)}) == 131008.0
 

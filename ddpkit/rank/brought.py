@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # To sum these up takes some microseconds.
-MOST_NUMBERS = 32_768
+MOST_SUMMED = 32_768
 OF_OBJECTS = ("all_gather_object", "broadcast_object_list")
 _BAD = re.compile(r"err|fail|exc|abort", re.IGNORECASE)
 _GOOD = re.compile(r"ok(ay)?|success(ful)?|succeeded|healthy|done|passed", re.IGNORECASE)
@@ -26,7 +26,7 @@ def number_of(op: str, asked: Mapping[str, Any]) -> float | None:
         if (op.startswith("all_") or op == "broadcast") and tensor.device.type == "cpu":
             if tensor.numel() == 1:
                 return float(tensor.detach().item())
-            if 1 < tensor.numel() <= MOST_NUMBERS:
+            if 1 < tensor.numel() <= MOST_SUMMED:
                 return float(tensor.detach().sum(dtype=sys.modules["torch"].float64))
     return None
 

@@ -18,7 +18,7 @@ from typing import Any
 from ddpkit import wire
 
 # Larger tensors are not searched for nan.
-MOST_NUMBERS = 1_000_000
+MOST_SEARCHED = 1_000_000
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _ranks_own_pid = 0
@@ -142,7 +142,7 @@ def _holds_nan(value: Any) -> bool:
         torch = sys.modules.get("torch")
         # To look at a tensor of another kind may take a collective.
         if torch and type(value) in (torch.Tensor, torch.nn.Parameter):
-            return value.device.type == "cpu" and value.numel() <= MOST_NUMBERS and bool(value.detach().isnan().any())
+            return value.device.type == "cpu" and value.numel() <= MOST_SEARCHED and bool(value.detach().isnan().any())
     return False
 
 
