@@ -26,8 +26,8 @@ class Collective:
     `ranks` are the global ranks of the group (empty where torch does not tell), `at_ns` the wall clock when this rank
     joined, `done` whether it had come back when the record was taken, `where` the user's line that it came from, `only_if`
     the `if` about the rank on the way there ("" where there is none), `loops` the loops around it, the innermost first,
-    `every_turn` those of them that come to it in every turn, and `to_the_end` those of these that end only as what they go
-    through does. `backend` is "gloo" or "nccl", "" where that is not known.
+    `every_turn` those of them that come to it in every turn, and `to_the_end` those of these that end only as the batches
+    do that they go through. `backend` is "gloo" or "nccl", "" where that is not known.
 
     Of a rank that gloo aborted no sizes may be known but how long its messages are, `message_bytes`; 0 where nobody asked. Of
     a send or receive it is its length, and `tag` its tag. `root` is the rank from or to which it is; None where there is none, or

@@ -14,6 +14,10 @@ _MAY_NOT_SYNC = re.compile(r"\b(no_sync|require_backward_grad_sync)\b")
 # `if rank == 0`, `if here.rank`, `if args.local_rank < 1`, `if is_main_process()`.
 _ABOUT_RANK = re.compile(r"rank|is_?(main|master|primary|leader|chief)|main_?process", re.IGNORECASE)
 
+# `for label in sorted(set(labels))`, `for name, total in totals.items()`, but not `for batch in set(batches)`.
+_KINDS = re.compile(r"\bset\(|unique|class|categor|\b(keys|items|values|parameters|named_\w+|modules|children)\(")
+_DATA = re.compile(r"load|batch|data|sample|shard|chunk|file", re.IGNORECASE)
+
 
 def about_rank(file: str, line: int) -> str:
     """`if rank == 0`, the innermost one around that line (or `else` of it); "" where there is none or no source."""
@@ -23,7 +27,7 @@ def about_rank(file: str, line: int) -> str:
 
 class Loop(NamedTuple):
     """A loop: `at` is its `file:line`, `always` whether every turn comes to the line that was asked about, `to_the_end` whether
-    it ends only as what it goes through does, with no turn cut short."""
+    it ends only as the batches do that it goes through, or other data, with no turn cut short."""
 
     at: str
     always: bool
@@ -101,7 +105,7 @@ def _loops(source: str) -> tuple[tuple[int, int, bool], ...]:
 
 
 def _to_the_end(loop: ast.For | ast.While) -> bool:
-    if not isinstance(loop, ast.For) or _goes_on_from(loop.iter):
+    if not isinstance(loop, ast.For) or _goes_on_from(loop.iter) or _is_through_kinds(loop.iter):
         return False
     return not any(isinstance(node, ast.Break | ast.Continue | ast.Return | ast.Try) for node in ast.walk(loop))
 
@@ -111,6 +115,12 @@ def _goes_on_from(iterable: ast.expr) -> bool:
     if not (isinstance(iterable, ast.Call) and ast.unparse(iterable.func) == "range"):
         return False
     return len(iterable.args) > 1 and not isinstance(iterable.args[0], ast.Constant)
+
+
+def _is_through_kinds(iterable: ast.expr) -> bool:
+    """Whether it is the classes that occur, or the like, rather than the samples themselves."""
+    source = ast.unparse(iterable)
+    return bool(_KINDS.search(source)) and not _DATA.search(source)
 
 
 @cache
