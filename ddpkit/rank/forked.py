@@ -158,9 +158,19 @@ def _be_torch_of(env: Mapping[str, str]) -> None:
         torch.set_num_threads(min(int(threads), most))
     blas = min(int(env.get("OPENBLAS_NUM_THREADS") or threads or cores), cores)
     if blas > 1:
-        import threadpoolctl
+        _limit_blas(blas)
 
-        threadpoolctl.threadpool_limits(blas, user_api="blas")
+
+def _limit_blas(threads: int) -> None:
+    """Have numpy's BLAS take so many threads."""
+    before = set(os.environ)
+    import threadpoolctl
+
+    threadpoolctl.threadpool_limits(threads, user_api="blas")
+    # A cold rank has neither the module nor the variable that loading it sets, until the program loads it itself.
+    del sys.modules["threadpoolctl"]
+    for name in set(os.environ) - before:
+        del os.environ[name]
 
 
 def import_folders(env: Mapping[str, str]) -> list[str]:
