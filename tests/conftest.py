@@ -105,6 +105,15 @@ def process_of(run: ddpkit.Run, words: str, without: str = "\0") -> psutil.Proce
     raise LookupError(f"no process with {words}")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the cold starts, which take twenty times as long, to `make soak`, but for tests of how processes start and end."""
+    for item in items:
+        way = item.callspec.params.get("way") if hasattr(item, "callspec") else None
+        if way == "cold" and not item.get_closest_marker("cold"):
+            item.add_marker(pytest.mark.soak)
+
+
 @pytest.fixture
 def warm_process(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The zygote of these tests, asked a moment ago: it is not importing, so that a launch that does not wait is warm too."""
@@ -117,7 +126,7 @@ def warm_process(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(params=["cold", "warm"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs the test twice: with every launch cold, and with every launch warm."""
+    """Runs the test twice: with every launch warm, and with every launch cold; that in `make soak` where it is not marked so."""
     if request.param == "warm":
         request.getfixturevalue("warm_process")
     monkeypatch.setenv(wire.ENV_WARM, "1" if request.param == "warm" else "0")

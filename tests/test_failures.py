@@ -14,7 +14,7 @@ from conftest import BLOCKED, left_after, process_of, wait_for_line, wait_until_
 import ddpkit
 from ddpkit import wire
 
-# Every way to fail, in a job started cold and in one forked from the zygote.
+# Every way to fail, in a job forked from the zygote and in one started cold.
 pytestmark = [pytest.mark.job, pytest.mark.usefixtures("way")]
 
 PREAMBLE = """
@@ -31,6 +31,7 @@ def launch(path: str, **options: object) -> ddpkit.Run:
     return run
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("destroy", [False, True], ids=["plain", "destroys_in_finally"])
 def test_a_raising_rank_is_named_and_its_peer_is_a_consequence(script: Callable[..., str], destroy: bool) -> None:
     ending = "dist.destroy_process_group()" if destroy else "pass"
@@ -200,6 +201,7 @@ def test_os_exit_with_0_is_an_early_exit_with_its_line(script: Callable[..., str
     assert "left early with exit code 0 at line 6: os._exit(0)" in run.verdict.sentence
 
 
+@pytest.mark.cold
 def test_stop_ends_a_job_blocked_in_cpp(script: Callable[..., str]) -> None:
     run = launch(script(BLOCKED), wait=False)
     wait_for_line(run, "ready")
@@ -211,6 +213,7 @@ def test_stop_ends_a_job_blocked_in_cpp(script: Callable[..., str]) -> None:
     assert run.culprit is None
 
 
+@pytest.mark.cold
 def test_ctrl_c_gives_control_back(script: Callable[..., str], home: Path) -> None:
     path = script(BLOCKED)
     main = os.getpid()
@@ -228,6 +231,7 @@ def test_ctrl_c_gives_control_back(script: Callable[..., str], home: Path) -> No
     assert "ready" in run.ranks[1].stdout
 
 
+@pytest.mark.cold
 def test_a_killed_agent_takes_its_ranks_along(script: Callable[..., str]) -> None:
     # Neither waits for the other: else one may meet the other's closed connection before its own end.
     run = launch(script(PREAMBLE + 'print("ready", flush=True)\ntime.sleep(1000)\n'), wait=False)
@@ -239,6 +243,7 @@ def test_a_killed_agent_takes_its_ranks_along(script: Callable[..., str]) -> Non
     assert [r.exitcode for r in run.ranks] == [-signal.SIGTERM] * 2
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("victim", ["keeper.py rank", "keeper.py agent"])
 def test_a_killed_keeper_leaves_nothing(script: Callable[..., str], victim: str) -> None:
     run = launch(script(BLOCKED), wait=False)
@@ -249,6 +254,7 @@ def test_a_killed_keeper_leaves_nothing(script: Callable[..., str], victim: str)
     assert not left_after(run.folder, 10)
 
 
+@pytest.mark.cold
 def test_restarts_are_told_apart(script: Callable[..., str]) -> None:
     run = launch(
         script(
@@ -294,6 +300,7 @@ dist.destroy_process_group()
     ).check()
 
 
+@pytest.mark.cold
 def test_a_rank_that_ignores_sigterm_is_killed_and_it_is_said(script: Callable[..., str]) -> None:
     run = launch(
         script(
@@ -332,6 +339,7 @@ def test_a_stall_gathers_stacks_and_may_end_the_job(script: Callable[..., str]) 
     assert "all_reduce" in run.ranks[0].stack
 
 
+@pytest.mark.cold
 def test_a_stopped_job_launched_from_a_thread_that_ends_lives_on(script: Callable[..., str]) -> None:
     import threading
 
