@@ -23,7 +23,8 @@ from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from ddpkit import wire
 from ddpkit.lab import lab as find_lab
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+# One worker runs them all, with one server and one browser.
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.xdist_group("browser")]
 
 ROOT = Path(__file__).parents[1]
 COURSE = [p for p in sorted((ROOT / "notebooks").glob("*.ipynb")) if p.name[:2] in ("02", "03", "04", "05", "06", "07")]
@@ -89,16 +90,16 @@ STICKS_OUT = """bench => {
 
 
 class Lab:
-    """A JupyterLab server of this environment and a browser page at one of its notebooks."""
+    """A JupyterLab server of this environment, and below its `root` the folder in which a test has its notebooks."""
 
-    def __init__(self, folder: Path, shots: Path) -> None:
-        self.folder, self.shots = folder, shots
+    def __init__(self, root: Path, shots: Path) -> None:
+        self.root = self.folder = root
         self.token = uuid.uuid4().hex
         self.port = free_port()
-        settings = [f"--port={self.port}", f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={folder}"]
+        settings = [f"--port={self.port}", f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={root}"]
         quiet = ["--no-browser", "--LabApp.news_url=None", "--ServerApp.port_retries=0"]
-        root = ["--allow-root"] if os.geteuid() == 0 else []
-        notices = folder / ".jupyter/JUPYTER_CONFIG_DIR/lab/user-settings/@jupyterlab/apputils-extension"
+        as_root = ["--allow-root"] if os.geteuid() == 0 else []
+        notices = root / ".jupyter/JUPYTER_CONFIG_DIR/lab/user-settings/@jupyterlab/apputils-extension"
         notices.mkdir(parents=True)
         (notices / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
         # Every cell of a notebook is there, also those far below.
@@ -106,12 +107,11 @@ class Lab:
         tracker.mkdir()
         (tracker / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')
         own = {
-            name: str(folder / ".jupyter" / name)
-            for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+            name: str(root / ".jupyter" / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
         }
         with open(shots / "jupyterlab.log", "ab") as log:
             self.server = subprocess.Popen(
-                [sys.executable, "-m", "jupyterlab", *settings, *quiet, *root],
+                [sys.executable, "-m", "jupyterlab", *settings, *quiet, *as_root],
                 env={**os.environ, **own},
                 stdout=log,
                 stderr=log,
@@ -138,7 +138,8 @@ class Lab:
 
     def open(self, page: Any, name: str) -> None:
         """Open the notebook in a workspace of its own and wait until its kernel is idle."""
-        page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{uuid.uuid4().hex[:8]}/tree/{name}?token={self.token}")
+        path = f"workspaces/{uuid.uuid4().hex[:8]}/tree/{self.folder.name}/{name}"
+        page.goto(f"http://127.0.0.1:{self.port}/lab/{path}?token={self.token}")
         page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=PATIENCE_MS)
         page.wait_for_selector(
             ".jp-NotebookPanel .jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=PATIENCE_MS
@@ -149,8 +150,17 @@ class Lab:
         """JupyterLab shows no sign of when its connection to the kernel has settled; until then it may drop a run."""
         page.wait_for_timeout(4_000)
 
+    def end_kernels(self) -> None:
+        """Shut the kernels down over the server's own interface."""
+        sessions = f"http://127.0.0.1:{self.port}/api/sessions"
+        authorized = {"Authorization": f"token {self.token}"}
+        with urllib.request.urlopen(urllib.request.Request(sessions, headers=authorized), timeout=60) as found:
+            numbers = [session["id"] for session in json.load(found)]
+        for number in numbers:
+            end = urllib.request.Request(f"{sessions}/{number}", headers=authorized, method="DELETE")
+            urllib.request.urlopen(end, timeout=60).close()
+
     def close(self) -> None:
-        """Shut the kernels down over the server's own interface, then end it."""
         self.server.terminate()
         self.server.wait(60)
 
@@ -163,29 +173,44 @@ def shots() -> Path:
     return folder
 
 
-@pytest.fixture
-def lab(tmp_path: Path, shots: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    monkeypatch.delenv(wire.ENV_HOME, raising=False)
-    started = Lab(tmp_path, shots)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, shots: Path) -> Iterator[Lab]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(wire.ENV_HOME, raising=False)
+        started = Lab(tmp_path_factory.mktemp("lab"), shots)
     yield started
     started.close()
-    left = left_after(tmp_path, 20)
+
+
+@pytest.fixture
+def lab(server: Lab) -> Iterator[Lab]:
+    server.folder = server.root / uuid.uuid4().hex[:8]
+    server.folder.mkdir()
+    yield server
+    server.end_kernels()
+    left = left_after(server.folder, 20)
     assert not left, f"processes left behind: {left}"
 
 
-@pytest.fixture
-def page(shots: Path) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine: install Debian's package chromium to run the browser tests")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
-        opened = browser.new_page(viewport={"width": 1280, "height": 1000})
-        opened.set_default_timeout(PATIENCE_MS)
-        yield opened
-        opened.screenshot(path=shots / "last.png")
-        browser.close()
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Any, shots: Path) -> Iterator[Any]:
+    opened = browser.new_page(viewport={"width": 1280, "height": 1000})
+    opened.set_default_timeout(PATIENCE_MS)
+    yield opened
+    opened.screenshot(path=shots / "last.png")
+    opened.close()
 
 
 def run_cell(page: Any, index: int) -> None:
