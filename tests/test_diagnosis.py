@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -812,10 +811,8 @@ def test_of_a_signal_it_is_the_exit_record(tmp_path: Path) -> None:
 def test_the_line_number_counts_from_the_start_of_a_long_log(tmp_path: Path) -> None:
     log = "x" * 99 + "\n"
     said = Said(stderr=log * 20_000 + "RuntimeError: DataLoader timed out after 3 seconds\n")
-    before = time.perf_counter()
     (evidence,) = diagnosed(tmp_path, said).evidence
     assert evidence.line == 20_001
-    assert time.perf_counter() - before < 2
 
 
 def test_of_a_verdict_it_is_the_line_of_the_stack(tmp_path: Path) -> None:

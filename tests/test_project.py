@@ -157,3 +157,9 @@ def test_make_refuses_an_unfit_python_in_one_sentence(tmp_path: Path) -> None:
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert refused.returncode != 0
     assert 'needs Python 3.11 to 3.14, and "/nowhere/python3" is' in refused.stdout
+
+
+@pytest.mark.xdist_group("project")
+def test_tests_of_one_group_stay_together(request: pytest.FixtureRequest) -> None:
+    # pytest-xdist knows a group by what it has put behind a test's name.
+    assert request.node.nodeid.endswith("@project") == request.config.getoption("loadgroup", False)
