@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import BLOCKED, process_of, wait_for_line
+from conftest import BLOCKED, process_of, wait_for, wait_for_line
 
 import ddpkit
 from ddpkit import wire, zygote
@@ -514,6 +514,7 @@ def test_a_killed_zygote_leaves_running_jobs_alone_and_is_started_anew(
     killed = zygote._current
     assert killed is not None
     os.kill(killed.pid, signal.SIGKILL)
+    wait_for(lambda: not killed.alive())
     assert launch(script("print('hello')", "hello.py")).warm
     assert zygote._current is not killed
     assert blocked.state == "running"
