@@ -11,7 +11,7 @@ import errno
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .collectives import Collective
@@ -345,6 +345,7 @@ def _gave_up_at(rank: Rank) -> int:
 
 def _of_an_ended_job(ranks: Sequence[Rank], ending: Ending) -> Found:
     """ddpkit ended the job: who held it up, if nothing moved by then; otherwise nobody is named."""
+    ranks = _as_found_before(ranks)
     why, looked_at = _why_ended(ending), [r for r in ranks if r.look]
     waiting = [r for r in looked_at if standing(r).kind in ("waiting", "joining")]
     finding = find(ranks)
@@ -354,6 +355,15 @@ def _of_an_ended_job(ranks: Sequence[Rank], ending: Ending) -> Found:
     if finding and ending.reason == "stall":
         return _as_found(finding, ranks, why)
     return None, why, {"timeout": "timed_out", "stall": "unknown"}.get(ending.reason, "ended")
+
+
+def _as_found_before(ranks: Sequence[Rank]) -> list[Rank]:
+    """The ranks as they were when nothing moved: as one is ended, another may lose it, or go on, before its own end comes."""
+    told_ns = [r.told_ns for r in ranks if r.told]
+    return [
+        replace(r, failure=None, exitcode=None) if told_ns and r.look and failed_at(r) >= min(told_ns) else r
+        for r in ranks
+    ]
 
 
 def _longest_step_s(ranks: Sequence[Rank]) -> float:

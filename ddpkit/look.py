@@ -84,15 +84,10 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
 
 
 def withdraw(ranks: Sequence[Rank]) -> None:
-    """These ranks went on: what was found while nothing moved is no evidence of anything any more.
-
-    What a rank has written down of itself since, at its end, stays.
-    """
+    """These ranks went on: what was found while nothing moved is no evidence of anything any more."""
     for rank in ranks:
-        written_ns, looked_ns = (wire.written_ns(rank.folder / name) for name in (wire.COLLECTIVES, wire.LOOK))
-        if rank.exitcode is None and written_ns <= looked_ns:
-            (rank.folder / wire.COLLECTIVES).unlink(missing_ok=True)
-        (rank.folder / wire.LOOK).unlink(missing_ok=True)
+        for name in (wire.COLLECTIVES_ASKED, wire.LOOK):
+            (rank.folder / name).unlink(missing_ok=True)
         _write(rank.folder / wire.STACK, "")
 
 
@@ -132,12 +127,16 @@ def gather_stacks(ranks: Sequence[Rank]) -> None:
 
 def gather_collectives(ranks: Sequence[Rank]) -> None:
     """Have every living rank write down its collectives, and wait until they are there; one that holds the GIL cannot."""
-    paths = {rank.rank: rank.folder / wire.COLLECTIVES for rank in ranks}
-    before = {number: wire.written_ns(path) for number, path in paths.items()}
-    asked = [rank.rank for rank in ranks if ask(rank, wire.ASK_ENTRIES)]
+    before = {rank.rank: _collectives_written(rank) for rank in ranks}
+    asked = [rank for rank in ranks if ask(rank, wire.ASK_ENTRIES)]
     until = time.monotonic() + WITHIN_S
-    while any(wire.written_ns(paths[n]) == before[n] for n in asked) and time.monotonic() < until:
+    while any(_collectives_written(rank) == before[rank.rank] for rank in asked) and time.monotonic() < until:
         time.sleep(0.01)
+
+
+def _collectives_written(rank: Rank) -> tuple[int, ...]:
+    """When it last wrote them down, as it was asked for them and, at its end, by itself."""
+    return tuple(wire.written_ns(rank.folder / name) for name in (wire.COLLECTIVES_ASKED, wire.COLLECTIVES))
 
 
 Thread = Mapping[str, Any]

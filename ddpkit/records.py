@@ -183,53 +183,60 @@ class Rank:
         where = record.get("where")
         return Joining(**{**record, "where": Frame(**where) if where else None})
 
+    @property
+    def _collectives_path(self) -> Path:
+        """Where its collectives are as it was asked for them, or as it wrote them down itself as it failed or came to its end."""
+        asked, own = self.folder / wire.COLLECTIVES_ASKED, self.folder / wire.COLLECTIVES
+        ended = self.failure is not None or self.exitcode == 0
+        return own if (ended and own.exists()) or not asked.exists() else asked
+
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives that this rank joined, oldest first, as last recorded: at a stall, a failure, or its end."""
-        return read_collectives(self.folder / wire.COLLECTIVES)
+        return read_collectives(self._collectives_path)
 
     @cached_property
     def calls(self) -> tuple[Collective, ...]:
         """The collectives, and between them the sends and receives that this rank began; each as it came."""
-        return tuple(in_time((*self.collectives, *read_exchanges(self.folder / wire.COLLECTIVES))))
+        return tuple(in_time((*self.collectives, *read_exchanges(self._collectives_path))))
 
     @cached_property
     def requested(self) -> tuple[int, ...]:
         """The ranks with which this one was in a send or receive, or had begun one and not waited for it; recorded with
         `collectives`."""
-        return tuple((wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("requested", ()))
+        return tuple((wire.read_record(self._collectives_path) or {}).get("requested", ()))
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The global ranks of each process group that this rank is in; recorded with `collectives`."""
-        return tuple(map(tuple, (wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("groups", ())))
+        return tuple(map(tuple, (wire.read_record(self._collectives_path) or {}).get("groups", ())))
 
     @cached_property
     def groups_made(self) -> int:
         """How many process groups this rank has begun to make, the default one included; recorded with `collectives`."""
-        return int((wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("groups_made", 0))
+        return int((wire.read_record(self._collectives_path) or {}).get("groups_made", 0))
 
     @cached_property
     def groups_asked(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that this one named for each new process group, () for all; recorded with `collectives`."""
-        asked = (wire.read_record(self.folder / wire.COLLECTIVES) or {}).get("groups_asked", ())
+        asked = (wire.read_record(self._collectives_path) or {}).get("groups_asked", ())
         return tuple(map(tuple, asked))
 
     @cached_property
     def keyed(self) -> tuple[Collective, ...]:
         """The keys of a store that the program asked for and set, as calls in turn; recorded with `collectives`."""
-        return read_keyed(self.folder / wire.COLLECTIVES)
+        return read_keyed(self._collectives_path)
 
     @cached_property
     def keys_set(self) -> dict[str, Frame | None]:
         """The keys of a store that the program has set, each with its line; recorded with `collectives`."""
-        return read_keys_set(self.folder / wire.COLLECTIVES)
+        return read_keys_set(self._collectives_path)
 
     @cached_property
     def awaited(self) -> tuple[str, ...]:
         """The keys of a store that this rank was waiting for, or for which it had waited in vain as it failed; recorded with
         `collectives`."""
-        found = wire.read_record(self.folder / wire.COLLECTIVES) or {}
+        found = wire.read_record(self._collectives_path) or {}
         last = self.keyed[-1] if self.keyed else None
         failed_there = (
             self.failure is not None and last is not None and last.op != "set" and last.where == self.failure.where

@@ -79,7 +79,9 @@ JOINING = "joining.json"
 LOG = "log.txt"
 ASK = "ask"
 PROGRESS = "progress.json"
+# As a rank writes them down by itself, at a failure or its end, and as it was asked for them at a standstill.
 COLLECTIVES = "collectives.json"
+COLLECTIVES_ASKED = "collectives_asked.json"
 LOOK = "look.json"
 
 # What is known of a rank's memory; what is left of the peak are activations and temporaries.

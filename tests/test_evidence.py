@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -160,12 +160,12 @@ def test_what_a_rank_wrote_at_its_end_outlives_the_look_before(tmp_path: Path) -
     run = hung_run(tmp_path)
     seen = [replace(rank, exitcode=None) for rank in run.ranks]
     folders = [wire.rank_folder(tmp_path, 0, rank) for rank in (0, 1)]
-    for folder, at_s in zip(folders, (3, 1), strict=True):
-        os.utime(folder / wire.LOOK, (2, 2))
-        os.utime(folder / wire.COLLECTIVES, (at_s, at_s))
+    for folder in folders:
+        shutil.copy(folder / wire.COLLECTIVES, folder / wire.COLLECTIVES_ASKED)
+    (folders[1] / wire.COLLECTIVES).unlink()
     withdraw(seen)
-    assert [(folder / wire.COLLECTIVES).exists() for folder in folders] == [True, False]
-    assert not any((folder / wire.LOOK).exists() for folder in folders)
+    assert [bool(rank.collectives) for rank in seen] == [True, False]
+    assert not any((folder / name).exists() for folder in folders for name in (wire.LOOK, wire.COLLECTIVES_ASKED))
 
 
 def test_every_page_opens_with_a_sentence_that_stands_alone() -> None:

@@ -22,7 +22,7 @@ GAVE_UP = "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms
 def write_rank(folder: Path, rank: int, failure: dict[str, Any] | None = None, **ended: Any) -> None:
     """Write down one rank of a run as keeper and bootstrap would have."""
     own = wire.rank_folder(folder, 0, rank)
-    own.mkdir(parents=True)
+    own.mkdir(parents=True, exist_ok=True)
     started = {"at_ns": 0, "pid": 1, "rank": rank, "local_rank": rank, "world_size": 2, "stack_signal": 44}
     wire.write_record(own / wire.STARTED, started)
     default = {"pid": 1, "exitcode": 1, "signal": None, "at_ns": 10**10, "told": None, "told_ns": 0, "killed_for": ""}

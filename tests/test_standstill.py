@@ -125,6 +125,33 @@ def test_the_rank_that_never_joined_is_named_with_where_it_is(tmp_path: Path) ->
     assert run.verdict.sentence.startswith("Rank 1 never joined all_reduce #3 (line 5: x5()); it computes at line 9")
 
 
+def test_what_a_rank_meets_as_the_others_are_ended_is_no_part_of_the_standstill(tmp_path: Path) -> None:
+    """Rank 1 was ended first; ranks 0 and 2 lost it before their own end came, and wrote down that they wait no more."""
+    step: list[Call] = [("all_reduce", 5)]
+    waits: dict[str, Any] = {"calls": step * 3, "waits": True}
+    hung(tmp_path, waits, {"calls": step * 2, "waits": False, "line": 9, "busy": 0.9}, waits)
+    lost = {
+        "type": "RuntimeError",
+        "message": "gloo/transport/tcp/pair.cc:553] Connection closed by peer",
+        "at_ns": 9_500,
+    }
+    for rank, told_ns in enumerate((10_000, 9_000, 0)):
+        own = wire.rank_folder(tmp_path, 0, rank)
+        signal = {"told": "SIGTERM", "told_ns": told_ns} if told_ns else {}
+        if rank == 1:
+            write_rank(tmp_path, rank, exitcode=-15, signal="SIGTERM", **signal)
+            continue
+        write_rank(tmp_path, rank, lost, exitcode=1, **signal)
+        (own / wire.COLLECTIVES).rename(own / wire.COLLECTIVES_ASKED)
+        record = wire.read_record(own / wire.COLLECTIVES_ASKED) or {}
+        over = {**record, "entries": [{**entry, "done": True} for entry in record["entries"]], "requested": [1]}
+        wire.write_record(own / wire.COLLECTIVES, over)
+    run = Run.from_folder(tmp_path)
+    assert (run.state, run.culprit, run.verdict.kind) == ("hung", 1, "never_joined")
+    assert "it computes at line 9" in run.verdict.sentence
+    assert "Ranks 0 and 2 wait there" in run.verdict.sentence
+
+
 def test_a_rank_that_has_set_up_its_group_anew_has_left_those_in_the_one_before(tmp_path: Path) -> None:
     """The numbers start again there, and other sizes under the same number are no mismatch."""
     step: list[Call] = [("all_reduce", 5)]

@@ -86,10 +86,13 @@ def _answer(asked: int) -> None:
     while True:
         questions = os.read(asked, 64)
         with contextlib.suppress(Exception):
-            note(with_entries=wire.ASK_ENTRIES in questions)
+            if wire.ASK_ENTRIES in questions:
+                note(wire.COLLECTIVES_ASKED)
+            else:
+                note(wire.PROGRESS, with_entries=False)
 
 
-def note(with_entries: bool = True) -> None:
+def note(name: str = wire.COLLECTIVES, with_entries: bool = True) -> None:
     """Write this rank's collectives into its folder; nothing where torch has recorded none.
 
     Called at a failure, before its process group is torn down, at the script's end, and by the thread that is asked.
@@ -100,9 +103,8 @@ def note(with_entries: bool = True) -> None:
     with _lock:
         remember_groups()
         found = recorded(with_entries)
-        path = folder / (wire.COLLECTIVES if with_entries else wire.PROGRESS)
         with contextlib.suppress(OSError):
-            wire.write_record(path, {"at_ns": time.time_ns(), "exchanges": peers.exchanges(), **found})
+            wire.write_record(folder / name, {"at_ns": time.time_ns(), "exchanges": peers.exchanges(), **found})
 
 
 def recorded(with_entries: bool) -> dict[str, Any]:
