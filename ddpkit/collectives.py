@@ -32,8 +32,8 @@ class Collective:
     Of a rank that gloo aborted no sizes may be known but how long its messages are, `message_bytes`; 0 where nobody asked. Of
     a send or receive it is its length, and `tag` its tag. `root` is the rank from or to which it is; None where there is none, or
     it was not kept. `brings` is the number that this rank had for it, or the sum of those (None where it had too many, or it was
-    not kept; of an "object" 1 where that tells of an error), `reduces` what is made of the ranks' numbers: "SUM", "MAX" and so
-    on, "" where they are only passed on.
+    not kept; of an "object" 1 or a text's checksum where that tells of anything, else 0), `reduces` what is made of the ranks'
+    numbers: "SUM", "MAX" and so on, "" where they are only passed on.
     `raising`: it was called while an exception was on its way, in a `finally` say; `in_thread`: by a thread beside the main one.
     `over_ns`: when the call was over, for the program at least; 0 where it was not, or that was not kept.
     `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
@@ -246,10 +246,9 @@ def _parting(histories: Histories) -> Parting | None:
     as always.
     """
     for joined in _by_number(histories):
-        camps = _camps(joined)
-        if len(camps) > 1:
-            if len(camps[-1]) > len(camps[-2]):
-                return Parting(joined, tuple(sorted(r for c in camps[:-1] for r in c)), "the other ranks agree")
+        if parted := unlike(joined):
+            if parted.odd:
+                return parted
             judged = _judged_by_habit(joined, histories)
             return judged if judged.odd else _judged_by_others(joined, histories)
         placed = all(collective.where for collective in joined.values())
@@ -258,6 +257,16 @@ def _parting(histories: Histories) -> Parting | None:
             if strayed.odd:
                 return strayed
     return None
+
+
+def unlike(joined: Mapping[int, Collective]) -> Parting | None:
+    """Whether the ranks joined other operations, sizes or types as the same collective: the odd ones are those who did not join
+    it as most did, if most agree. None where all agree."""
+    *fewer, most = _camps(joined)
+    if not fewer:
+        return None
+    odd = tuple(sorted(rank for camp in fewer for rank in camp)) if len(most) > len(fewer[-1]) else ()
+    return Parting(joined, odd, "the other ranks agree" if odd else "")
 
 
 def _by_number(histories: Histories) -> list[dict[int, Collective]]:

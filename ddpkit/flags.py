@@ -1,4 +1,4 @@
-"""Whose numbers made all ranks raise: a flag of an error, or a loss that is not finite, of which all learn by a collective."""
+"""Whose numbers made all ranks raise: a flag of an error, a loss that is not finite, a type that only this rank gave them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from .collectives import Collective
+from .collectives import Collective, unlike
 from .endings import LEAVES, common_deed
 from .finding import Finding, ranks_said, verb
+from .mismatch import parted_at
 from .records import Rank
 
 OBJECT = "object"
@@ -24,32 +26,49 @@ _DECIDES = {"MIN": 0, "PRODUCT": 0, "BAND": 0, "MAX": 1, "BOR": 1, OBJECT: 1}
 
 
 def find_flag(raised: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
-    """Who brought another number than the others to the last collective of all, or numbers of another sum, or sent one to all
-    of them, after which others `raised` by choice, all at one line. None where nobody did, or the numbers do not say."""
-    joined = {rank.rank: rank.collectives[-1] for rank in ranks if rank.collectives}
-    last = next(iter(joined.values()), None)
-    if last is None or len(joined) < len(ranks) or any(call.key != last.key for call in joined.values()):
+    """Who brought another number than the others to the last collective of all, or numbers of another sum or type, or sent one
+    to all of them, after which others `raised` by choice, all at one line. None where nobody did, or the numbers do not say."""
+    joined = _last_of_all(ranks)
+    if not joined:
         return None
+    parted = unlike(joined)
+    odd = parted.odd if parted else _odd_by_number(joined, ranks)
+    told = [rank for rank in raised if rank.rank not in odd]
+    if not (odd or parted) or len({*map(_line, told)}) != 1 or not all(map(_by_choice, told)):
+        return None
+    if parted:
+        finding = parted_at(parted)
+        return replace(finding, sentence=f"{finding.sentence} After it {_who(raised, ranks)} {common_deed(raised)}.")
+    kind = "own" if any(rank.rank in odd for rank in raised) else "told_by_others"
+    if not math.isfinite(joined[odd[0]].brings or 0.0):
+        kind = "not_finite"
+    return Finding(odd, _sentence(odd, joined, raised, told), kind)
+
+
+def _last_of_all(ranks: Sequence[Rank]) -> dict[int, Collective]:
+    """What each rank joined as the last collective of all that passed anything on; empty where they were in different ones."""
+    if len({rank.collectives[-1].key if rank.collectives else None for rank in ranks}) != 1:
+        return {}
+    joined = {r.rank: c for r in ranks for c in r.collectives if c.op != "barrier"}
+    same = len({call.key for call in joined.values()}) == 1 and len(joined) == len(ranks)
+    return joined if same else {}
+
+
+def _odd_by_number(joined: Mapping[int, Collective], ranks: Sequence[Rank]) -> tuple[int, ...]:
+    """Whose number tells, of those that they brought to this collective, or that was sent to all; empty where none does."""
+    last = next(iter(joined.values()))
     sender = last.root if last.op == "broadcast" else None
     brings = {n: call.brings for n, call in joined.items() if call.brings is not None and sender in (None, n)}
     if len(brings) < (len(joined) if sender is None else 1):
-        return None
-    before = _before(last, [rank for rank in ranks if rank.rank in brings])
+        return ()
     if not all(map(math.isfinite, brings.values())):
-        odd = _not_finite(brings, len(joined))
-    elif not _of_one(last):
-        odd = _odd_sums(brings, last.reduces)
-    elif sender is not None:
-        odd = (sender,) if _is_new(brings[sender], before) else ()
-    else:
-        odd = _odd(brings, before, last.reduces)
-    told = [rank for rank in raised if rank.rank not in odd]
-    if not odd or len({*map(_line, told)}) != 1 or not all(map(_by_choice, told)):
-        return None
-    kind = "own" if any(rank.rank in odd for rank in raised) else "told_by_others"
-    if not math.isfinite(brings[odd[0]]):
-        kind = "not_finite"
-    return Finding(odd, _sentence(odd, joined, raised, told), kind)
+        return _not_finite(brings, len(joined))
+    if not _of_one(last):
+        return _odd_sums(brings, last.reduces)
+    before = _before(last, [rank for rank in ranks if rank.rank in brings])
+    if sender is not None:
+        return (sender,) if _is_new(brings[sender], before) else ()
+    return _odd(brings, before, last.reduces)
 
 
 def find_nan(raised: Sequence[Rank]) -> Finding | None:
@@ -106,7 +125,7 @@ def _odd(brings: Mapping[int, float], before: Collection[float], reduces: str) -
     usual, times = Counter(brings.values()).most_common(1)[0]
     if len(before) == 1 and set(before) <= _FLAGS:
         odd = new
-    elif not before and numbers <= _FLAGS and reduces in _DECIDES:
+    elif not before and reduces in _DECIDES and (numbers <= _FLAGS or (reduces == OBJECT and zero)):
         odd = zero if _DECIDES[reduces] == 0 else set(brings) - zero
     elif not before and zero and all(number % 1 == 0 for number in numbers):
         odd = min((set(brings) - zero, zero), key=len)
@@ -145,9 +164,12 @@ def _sentence(
         opening = f"{who} brought {what} to {to}, unlike {ranks_said(others).lower()}"
     else:
         opening = f"{who} brought {what} to {to}, {ranks_said(others).lower()} {_numbers(others, joined)}"
-    if len(raised) == len(joined) and not own:
-        return f"{opening}; on that every rank {common_deed(raised)}."
-    return f"{opening}; on that {ranks_said([r.rank for r in told]).lower()} {common_deed(told)}."
+    raised_alike = told if own or len(raised) < len(joined) else raised
+    return f"{opening}; on that {_who(raised_alike, joined)} {common_deed(raised_alike)}."
+
+
+def _who(some: Sequence[Rank], of: Collection[object]) -> str:
+    return "every rank" if len(some) == len(of) else ranks_said([rank.rank for rank in some]).lower()
 
 
 def _line(rank: Rank) -> str:
@@ -157,7 +179,7 @@ def _line(rank: Rank) -> str:
 def _numbers(ranks: Sequence[int], joined: Mapping[int, Collective]) -> str:
     """`1`, or `0 and 2`; of several numbers their sum, and of objects what was found in them."""
     if joined[ranks[0]].reduces == OBJECT:
-        return "word of an error"
+        return "another text" if all(call.brings for call in joined.values()) else "word of an error"
     if _of_one(joined[ranks[0]]):
         return " and ".join(sorted({f"{joined[number].brings:g}" for number in ranks}))
     return "numbers whose sum is " + " and ".join(sorted({f"{joined[number].brings:.9g}" for number in ranks}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from . import wire
@@ -80,7 +80,18 @@ class Standing:
 
 def standings(ranks: Sequence[Rank], at_ns: int | None = None) -> dict[int, Standing]:
     """Where each rank stands, by rank; or where it stood at `at_ns`, when the first wait was given up."""
-    return {rank.rank: standing(rank, at_ns) for rank in ranks}
+    at = {rank.rank: standing(rank, at_ns) for rank in ranks}
+    return {number: _with_what_it_awaits(s, at, at_ns) for number, s in at.items()}
+
+
+def _with_what_it_awaits(standing: Standing, at: Mapping[int, Standing], at_ns: int | None) -> Standing:
+    """Of a rank that gave up a wait for what it had begun at an earlier line, the first collective to which others have not
+    come; its own record has all of them as done by then."""
+    place, waits = standing.place, standing.kind == "waiting" and not standing.pairwise
+    if standing.collective or not (waits and place and standing.rank.failure and _AWAITING.search(place.source)):
+        return standing
+    begun = (replace(standing, collective=collective) for collective in standing.rank.collectives)
+    return next((s for s in begun if missing_in(s, at, at_ns)), standing)
 
 
 def standing(rank: Rank, at_ns: int | None = None) -> Standing:

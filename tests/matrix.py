@@ -1770,6 +1770,54 @@ CASES = [
         since_2_13=True,
     ),
     case(
+        "every rank raises over a digest of the weights that one has otherwise",
+        """
+        digests = [None] * 3
+        dist.all_gather_object(digests, "9d153555" if rank == 2 else "065609c4")
+        dist.barrier()
+        if len(set(digests)) > 1:
+            raise RuntimeError(f"the replicas differ: {digests}")
+        """,
+        2,
+        "own_exception",
+        nproc=3,
+        says=("Rank 2 brought another text to all_gather #5 ", "unlike ranks 0 and 1; on that every rank raised"),
+        since_2_13=True,
+    ),
+    case(
+        "every rank raises over a sum to which one brought numbers of another type",
+        """
+        counts = torch.ones(6, dtype=torch.float64 if rank == 1 else torch.int64)
+        dist.all_reduce(counts)
+        if counts.sum() != 18:
+            raise ValueError(f"the counts sum to {counts.sum()}")
+        """,
+        1,
+        "collective_mismatch",
+        nproc=3,
+        says=("rank 1 joined all_reduce of [6] Double", "After it every rank raised ValueError"),
+        since_2_13=True,
+    ),
+    case(
+        "one of a node of two leaves out a gradient that is summed asynchronously",
+        """
+        nodes = [dist.new_group(node, timeout=timedelta(seconds=2)) for node in ([0, 1], [2, 3])]
+        for step in range(3):
+            handles = []
+            for layer in range(3):
+                if (rank, step, layer) != (2, 2, 1):
+                    handles.append(dist.all_reduce(torch.ones(4), group=nodes[rank // 2], async_op=True))
+            for handle in handles:
+                handle.wait()
+            dist.all_reduce(torch.ones(1))
+        """,
+        2,
+        "skipped_collective",
+        nproc=4,
+        says=("rank 3 waits in all_reduce #9 of group 2 ", "Rank 2 left the common way"),
+        since_2_13=True,
+    ),
+    case(
         "every rank raises over a mean loss to which one brought nan",
         """
         for step in range(3):

@@ -133,7 +133,7 @@ ALLOWED: dict[str, set[str]] = {
     "diagnosis": {"catalog", "culprit", "records", "stable", "wire"},
     "catalog": set(),
     "culprit": {"collectives", "endings", "flags", "standing", "standstill", "mismatch", "finding", "records"},
-    "flags": {"collectives", "endings", "finding", "records"},
+    "flags": {"collectives", "endings", "finding", "mismatch", "records"},
     "endings": {"records", "stable"},
     "standstill": {"standing", "circle", "joining", "mismatch", "finding", "collectives", "frames", "records"},
     "circle": {"standing", "joining", "exchanges", "storekeys", "finding", "collectives", "frames"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,6 +93,49 @@ def test_whose_number_made_all_raise(
     page = "nan_loss" if any(number is not None and math.isnan(number) for number in brought[-1]) else "own_exception"
     assert (run.culprit, run.diagnosis.name) == (culprit, page)
     assert ("brought" in run.verdict.sentence) == (culprit != "every rank")
+
+
+@pytest.mark.parametrize(
+    ("brought", "culprit", "what"),
+    [
+        pytest.param([[0, 0, 77]], 2, "word of an error", id="one text"),
+        pytest.param([[77, 0, 78]], (0, 2), "word of an error", id="two texts"),
+        pytest.param([[0, 0, 0], [0, 77, 0]], 1, "word of an error", id="none before"),
+        pytest.param([[55, 55, 66]], 2, "another text", id="most have the same"),
+        pytest.param([[44, 44, 44], [66, 55, 55]], 0, "another text", id="all had the same before"),
+        pytest.param([[55, 66, 77]], "every rank", "", id="each has its own"),
+        pytest.param([[55, 66]], "every rank", "", id="two differ"),
+    ],
+)
+def test_whose_text_made_all_raise(
+    tmp_path: Path, brought: list[list[float | None]], culprit: object, what: str
+) -> None:
+    run = raised(tmp_path, brought, "object")
+    assert (run.culprit, run.diagnosis.name) == (culprit, "own_exception")
+    assert f"brought {what} to" in run.verdict.sentence or culprit == "every rank"
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "culprit", "page"),
+    [
+        pytest.param(["Long", "Double", "Long"], 1, "collective_mismatch", id="one of three"),
+        pytest.param(["Long", "Double"], None, "collective_mismatch", id="one of two"),
+        pytest.param(["Long", "Long"], "every rank", "own_exception", id="none"),
+    ],
+)
+def test_whose_type_made_all_raise(tmp_path: Path, dtypes: list[str], culprit: object, page: str) -> None:
+    """gloo lets numbers of another type pass where they have as many bytes."""
+    run = raised(tmp_path, [[5.0] * len(dtypes)])
+    for rank, dtype in enumerate(dtypes):
+        path = wire.rank_folder(tmp_path, 0, rank) / wire.COLLECTIVES
+        record = wire.read_record(path) or {}
+        entries = [{**entry, "dtypes": [dtype]} for entry in record["entries"]]
+        # No rank passes anything on in a barrier.
+        barrier = {**entries[-1], "seq": len(entries) + 1, "op": "barrier", "sizes": [], "dtypes": [], "brings": None}
+        wire.write_record(path, {**record, "entries": [*entries, barrier]})
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.diagnosis.name) == (culprit, page)
+    assert ("After it every rank raised Aborted" in run.verdict.sentence) == (page == "collective_mismatch")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +260,7 @@ class Status(NamedTuple):
     [
         (None, 0),
         ("", 0),
-        ("disk is full", 1),
+        ("disk is full", zlib.crc32(b"disk is full")),
         ("OK", 0),
         (ValueError("boom"), 1),
         ({"rank": 1, "error": None}, 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +18,14 @@ _GOOD = re.compile(r"ok(ay)?|success(ful)?|succeeded|healthy|done|passed", re.IG
 
 def number_of(op: str, asked: Mapping[str, Any]) -> float | None:
     """The number that this rank brings to a collective of these arguments, or the sum of those; None where it brings too many, or
-    has them on a GPU, for which one would have to wait. Of objects, 1 where one tells of an error, else 0."""
+    has them on a GPU, for which one would have to wait. Of objects, 1 where one tells of an error, else 0; of a text that is
+    gathered, a checksum, as it may be an error or what all must have alike, and 0 where it says that all is well."""
     with contextlib.suppress(Exception):
         if op in OF_OBJECTS:
             gathered = "obj" in asked
-            return float(_tells_of_an_error(asked["obj" if gathered else "object_list"], by_any_text=gathered))
+            told = asked["obj" if gathered else "object_list"]
+            tells = _tells_of_an_error(told, by_any_text=gathered)
+            return float(zlib.crc32(told.encode()) if tells and isinstance(told, str) else tells)
         tensor = asked["tensor"] if "tensor" in asked else asked["input_tensor"]
         if (op.startswith("all_") or op == "broadcast") and tensor.device.type == "cpu":
             if tensor.numel() == 1:
