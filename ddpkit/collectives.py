@@ -73,6 +73,11 @@ class Collective:
         return not self.group
 
     @property
+    def is_guessed(self) -> bool:
+        """Whether of a rank that gloo aborted nothing but the length of its messages is known."""
+        return bool(self.message_bytes and not self.sizes and self.group)
+
+    @property
     def name(self) -> str:
         """`all_reduce #9`, with the group's name where it is not the default one; `send with rank 2`."""
         if self.is_exchange:
@@ -227,7 +232,8 @@ def _loop_left(
     done: Sequence[int], inside: Sequence[int], joined: Mapping[int, Collective], histories: Histories
 ) -> str:
     """The innermost loop that these ranks have come to the end of, and in which the others still are; "" where they may have left
-    it otherwise, as by an exception, are in it still, with a thread beside it, or may have passed it by this time."""
+    it otherwise, as by an exception, are in it still, with a thread beside it, may have passed it by this time, or have had as
+    many turns, as where the others are behind by another call."""
     left = {each for n in inside for each in joined[n].loops} - {each for n in done for each in joined[n].loops}
     elsewhere = any(joined[n].raising for n in done) or len({c.in_thread for c in joined.values()}) > 1
     if elsewhere or not all(left <= {*joined[n].to_the_end} for n in inside):
@@ -235,7 +241,10 @@ def _loop_left(
     loop = next(iter(joined[inside[0]].loops), "")
     before = ([c for c in in_time(histories[n]) if c.at_ns < now.at_ns][-1:] for n, now in joined.items())
     from_there = all(loop in call.loops for calls in before for call in calls)
-    return loop if from_there and _have_left_the_loop(done, joined, histories) else ""
+    turn = joined[inside[0]].call
+    turns = {n: sum(call.call == turn for call in histories[n]) for n in (*done, *inside)}
+    fewer = max(turns[n] for n in done) < min(turns[n] for n in inside)
+    return loop if from_there and fewer and _have_left_the_loop(done, joined, histories) else ""
 
 
 def _parting(histories: Histories) -> Parting | None:
@@ -247,7 +256,7 @@ def _parting(histories: Histories) -> Parting | None:
     """
     for joined in _by_number(histories):
         if parted := unlike(joined):
-            if parted.odd:
+            if parted.odd or 2 * sum(c.is_guessed for c in joined.values()) > len(joined):
                 return parted
             judged = _judged_by_habit(joined, histories)
             return judged if judged.odd else _judged_by_others(joined, histories)
@@ -261,12 +270,13 @@ def _parting(histories: Histories) -> Parting | None:
 
 def unlike(joined: Mapping[int, Collective]) -> Parting | None:
     """Whether the ranks joined other operations, sizes or types as the same collective: the odd ones are those who did not join
-    it as most did, if most agree. None where all agree."""
+    it as most did, if most agree, and what they joined is known. None where all agree."""
     *fewer, most = _camps(joined)
     if not fewer:
         return None
-    odd = tuple(sorted(rank for camp in fewer for rank in camp)) if len(most) > len(fewer[-1]) else ()
-    return Parting(joined, odd, "the other ranks agree" if odd else "")
+    if 2 * len(most) <= len(joined) or joined[most[0]].is_guessed:
+        return Parting(joined)
+    return Parting(joined, tuple(sorted(rank for camp in fewer for rank in camp)), "the other ranks agree")
 
 
 def _by_number(histories: Histories) -> list[dict[int, Collective]]:

@@ -154,8 +154,8 @@ def making_a_group(waiting: Mapping[int, Standing]) -> Finding | None:
     if len(set(begun.values())) > 1:
         counts = ", ".join(f"{count} by rank {n}" for n, count in sorted(begun.items()))
         found = against_most(begun, f"{opening} Groups begun are {counts}.", "mismatch")
-        # Who makes one as well and has begun fewer has left one out.
-        skipped = not others and found.ranks and all(begun[n] < max(begun.values()) for n in found.ranks)
+        # Who has begun fewer has left one out.
+        skipped = found.ranks and all(begun[n] < max(begun.values()) for n in found.ranks)
         return replace(found, kind="never_joined") if skipped else found
     in_a_new_one = any(s.collective and s.collective.group != "0" for s in others.values())
     if len(makers) == len(others) or not others or in_a_new_one:

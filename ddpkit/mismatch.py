@@ -163,7 +163,12 @@ def _own_of_the_aborted(rank: Rank, own: int, met: Collective, ranks: Sequence[R
     """What a rank had joined that had room for `own` bytes, when a message of what others joined as `met` came to it: what
     another rank joined as the same one, else what ranks have joined from its line, else something of that length."""
     line = _line_of_the_aborted(rank)
-    fitting = [c for other in ranks for c in reversed(other.collectives) if own == _message_bytes(c, len(ranks))]
+    joined = [c for other in ranks for c in reversed(other.collectives)]
+    fitting = [c for c in joined if own == _message_bytes(c, len(ranks))]
+    # It may have been at the end of what is cut; but not of the very thing that it had no room for.
+    came = [c for c in joined if c.key == met.key and _message_bytes(c, len(ranks)) == _message_bytes(met, len(ranks))]
+    at_its_end = [c for c in joined if own == _last_message_bytes(c, len(ranks))]
+    fitting += [c for c in at_its_end if not all(map(c.matches, came))]
     same = [c for c in fitting if c.key == met.key]
     if alike := next(iter(same or [c for c in fitting if same_line(c.where, line)]), None):
         own_call = replace(met, op=alike.op, sizes=alike.sizes, dtypes=alike.dtypes, where=line or alike.where)
@@ -190,10 +195,7 @@ def _message_bytes(collective: Collective, ranks: int) -> int:
     all-reduce and a reduce into at least two segments for each rank of the group, each of 1 MiB at most, an all-to-all and a
     scatter into one, and an all-gather's part into two (gloo/allreduce.cc, gloo/reduce.cc, gloo/alltoall.cc, gloo/scatter.cc,
     gloo/allgather.cc)."""
-    item = max((_BYTES.get(dtype, 0) for dtype in collective.dtypes), default=0)
-    # A coalesced all-reduce is one of all its tensors.
-    counted = collective.sizes if collective.op == "all_reduce" else collective.sizes[:1]
-    total = item * sum(map(math.prod, counted))
+    item, total = _item_bytes(collective), _total_bytes(collective)
     if collective.op == "all_gather":
         # The one that is cut in bytes.
         return total // 2
@@ -201,6 +203,22 @@ def _message_bytes(collective: Collective, ranks: int) -> int:
     segments = n * max(2, math.ceil(total / _SEGMENT_BYTES / n))
     cut = {"all_to_all": n, "scatter": n, "all_reduce": segments, "reduce": segments}.get(collective.op, 1)
     return math.ceil(total / cut / item) * item if total else 0
+
+
+def _last_message_bytes(collective: Collective, ranks: int) -> int:
+    """How long the last message of this collective is, in which what is left is sent; 0 where it is as long as the others."""
+    usual = _message_bytes(collective, ranks)
+    return _total_bytes(collective) % usual if usual else 0
+
+
+def _total_bytes(collective: Collective) -> int:
+    # A coalesced all-reduce is one of all its tensors.
+    counted = collective.sizes if collective.op == "all_reduce" else collective.sizes[:1]
+    return _item_bytes(collective) * sum(map(math.prod, counted))
+
+
+def _item_bytes(collective: Collective) -> int:
+    return max((_BYTES.get(dtype, 0) for dtype in collective.dtypes), default=0)
 
 
 def _line_that_all_reached(lines: Mapping[int, Frame], ranks: Sequence[Rank]) -> Frame | None:

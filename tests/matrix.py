@@ -312,7 +312,7 @@ CASES = [
         dist.barrier()
         """,
         2,
-        "collective_mismatch",
+        "skipped_collective",
         nproc=4,
         since_2_13=True,
         says=(
@@ -1815,6 +1815,23 @@ CASES = [
         "skipped_collective",
         nproc=4,
         says=("rank 3 waits in all_reduce #9 of group 2 ", "Rank 2 left the common way"),
+        since_2_13=True,
+    ),
+    hang(
+        "one calls one more of the same size in a loop, and the others are in the next one",
+        """
+        outliers = 1 if rank == 3 else 0
+        for epoch in range(3):
+            dist.broadcast(torch.ones(8), src=0)
+            for batch in range(3):
+                dist.all_reduce(torch.ones(2))
+                if epoch == 1 and batch < outliers:
+                    dist.all_reduce(torch.ones(2))
+        """,
+        3,
+        "collective_mismatch",
+        nproc=4,
+        says=("Rank 3 left the common way",),
         since_2_13=True,
     ),
     case(

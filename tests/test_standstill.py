@@ -839,6 +839,49 @@ def test_who_passes_on_each_message_but_one_is_at_fault(tmp_path: Path) -> None:
     assert stages(tmp_path / "c", "rrrss", awaited=3).culprit is None
 
 
+def aborted(folder: Path, rank: int, came: int, own: int, line: int = 5) -> None:
+    """Write down that gloo aborted this rank at `line`, as a message of so many bytes `came` for which it had room for `own`."""
+    died = {"type": "SIGABRT", "message": "Aborted", "at_ns": 7, "where": frame(line)}
+    write_rank(folder, rank, died, exitcode=-6, signal="SIGABRT")
+    log = folder / wire.LOGS / "x" / "attempt_0" / str(rank)
+    log.mkdir(parents=True)
+    said = f"op.preamble.length <= op.nbytes. {came} vs {own}. Received data size doesn't match\n"
+    (log / "stderr.log").write_text(said)
+
+
+def lost_it(folder: Path, rank: int, calls: Sequence[Call]) -> None:
+    """Write down that this rank lost a peer in the last of these calls."""
+    closed = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+    write_rank(folder, rank, {"type": "RuntimeError", "message": closed, "at_ns": 8 + rank})
+    evidence(folder, rank, calls, waits=True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "culprit"), [((10, 12, 12), None), ((10, 10, 12), 3), ((10, 11, 12), None)], ids=str
+)
+def test_a_message_too_long_may_have_come_when_only_the_end_was_left(
+    tmp_path: Path, columns: Sequence[int], culprit: int | None
+) -> None:
+    """80 bytes of four ranks are six messages of 12 bytes, and one of 8."""
+    write_run(tmp_path, nproc=4)
+    for rank, size in zip((0, 2, 3), columns, strict=True):
+        lost_it(tmp_path, rank, [("all_reduce", 5, [2, size])])
+    aborted(tmp_path, 1, came=12, own=8)
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (culprit, "mismatch"), run
+    assert "rank 1 joined all_reduce of [2, 10] Float" in run.verdict.sentence
+
+
+def test_two_ranks_of_which_only_a_length_is_known_do_not_tell_who_is_wrong(tmp_path: Path) -> None:
+    """What came to one may be of the other, which joined them in another order."""
+    write_run(tmp_path, nproc=3)
+    lost_it(tmp_path, 2, [("broadcast", 4, [80]), ("all_reduce", 5, [48]), ("all_reduce", 5, [720])])
+    for rank in (0, 1):
+        aborted(tmp_path, rank, came=480, own=32, line=6)
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (None, "mismatch"), run
+
+
 def test_a_message_too_long_for_a_rank_is_of_the_collective_at_its_own_line(tmp_path: Path) -> None:
     """Others have gone on to one of the same length."""
     write_run(tmp_path, nproc=3)
@@ -850,11 +893,7 @@ def test_a_message_too_long_for_a_rank_is_of_the_collective_at_its_own_line(tmp_
         found = wire.read_record(record) or {}
         longs = [{**entry, "dtypes": ["Long"]} for entry in found["entries"]]
         wire.write_record(record, {**found, "entries": longs})
-    own = {"type": "SIGABRT", "message": "Aborted", "at_ns": 7, "where": frame(5)}
-    write_rank(tmp_path, 2, own, exitcode=-6, signal="SIGABRT")
-    log = tmp_path / wire.LOGS / "x" / "attempt_0" / "2"
-    log.mkdir(parents=True)
-    (log / "stderr.log").write_text("op.preamble.length <= op.nbytes. 8 vs 4. Received data size doesn't match\n")
+    aborted(tmp_path, 2, came=8, own=4)
     run = Run.from_folder(tmp_path)
     assert (run.culprit, run.verdict.kind) == (2, "mismatch"), run
     assert "collective #1" in run.verdict.sentence
@@ -883,10 +922,7 @@ def test_a_message_too_long_for_a_rank_was_sent_by_the_root_even_if_its_record_e
         record = wire.rank_folder(tmp_path, 0, rank) / wire.COLLECTIVES
         found = wire.read_record(record) or {}
         wire.write_record(record, {**found, "entries": [{**entry, "root": 0} for entry in found["entries"]]})
-    write_rank(tmp_path, 2, {"type": "SIGABRT", "message": "Aborted", "at_ns": 7}, exitcode=-6, signal="SIGABRT")
-    log = tmp_path / wire.LOGS / "x" / "attempt_0" / "2"
-    log.mkdir(parents=True)
-    (log / "stderr.log").write_text("op.preamble.length <= op.nbytes. 160 vs 16. Received data size doesn't match\n")
+    aborted(tmp_path, 2, came=160, own=16, line=3)
     run = Run.from_folder(tmp_path)
     assert (run.culprit, run.verdict.kind) == (2, "mismatch"), run
 
