@@ -29,11 +29,11 @@ class Collective:
     `every_turn` those of them that come to it in every turn, and `to_the_end` those of these that end only as the batches
     do that they go through. `backend` is "gloo" or "nccl", "" where that is not known.
 
-    Of a rank that gloo aborted no sizes may be known but how long its messages are, `message_bytes`; 0 where nobody asked. Of
-    a send or receive it is its length, and `tag` its tag. `root` is the rank from or to which it is; None where there is none, or
-    it was not kept. `brings` is the number that this rank had for it, or the sum of those (None where it had too many, or it was
-    not kept; of an "object" 1 or a text's checksum where that tells of anything, else 0), `reduces` what is made of the ranks'
-    numbers: "SUM", "MAX" and so on, "" where they are only passed on.
+    Of a rank that gloo aborted no more may be known, or `guessed`, than how long its messages are, `message_bytes`; 0 where
+    nobody asked. Of a send or receive it is its length, and `tag` its tag. `root` is the rank from or to which it is; None
+    where there is none, or it was not kept. `brings` is the number that this rank had for it, or the sum of those (None where it
+    had too many, or it was not kept; of an "object" 1 or a text's checksum where that tells of anything, else 0), `reduces` what
+    is made of the ranks' numbers: "SUM", "MAX" and so on, "" where they are only passed on.
     `raising`: it was called while an exception was on its way, in a `finally` say; `in_thread`: by a thread beside the main one.
     `over_ns`: when the call was over, for the program at least; 0 where it was not, or that was not kept.
     `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
@@ -63,6 +63,7 @@ class Collective:
     in_thread: bool = False
     over_ns: int = 0
     tag: int = 0
+    guessed: bool = False
 
     def __repr__(self) -> str:
         return f"{'done' if self.done else 'waiting'} in {self.name}{self.from_line}"
@@ -71,11 +72,6 @@ class Collective:
     def is_exchange(self) -> bool:
         """Whether it is a send or receive, which no process group counts."""
         return not self.group
-
-    @property
-    def is_guessed(self) -> bool:
-        """Whether of a rank that gloo aborted nothing but the length of its messages is known."""
-        return bool(self.message_bytes and not self.sizes and self.group)
 
     @property
     def name(self) -> str:
@@ -241,8 +237,10 @@ def _loop_left(
     loop = next(iter(joined[inside[0]].loops), "")
     before = ([c for c in in_time(histories[n]) if c.at_ns < now.at_ns][-1:] for n, now in joined.items())
     from_there = all(loop in call.loops for calls in before for call in calls)
-    turn = joined[inside[0]].call
-    turns = {n: sum(call.call == turn for call in histories[n]) for n in (*done, *inside)}
+    turn = joined[inside[0]]
+    # Of a long training only the last collectives are kept, not from the same one on for all.
+    since = max(next(c.seq for c in histories[n] if (c.group, c.setup) == (turn.group, turn.setup)) for n in joined)
+    turns = {n: sum(c.call == turn.call and c.seq >= since for c in histories[n]) for n in joined}
     fewer = max(turns[n] for n in done) < min(turns[n] for n in inside)
     return loop if from_there and fewer and _have_left_the_loop(done, joined, histories) else ""
 
@@ -256,7 +254,7 @@ def _parting(histories: Histories) -> Parting | None:
     """
     for joined in _by_number(histories):
         if parted := unlike(joined):
-            if parted.odd or 2 * sum(c.is_guessed for c in joined.values()) > len(joined):
+            if parted.odd or 2 * sum(c.guessed for c in joined.values()) > len(joined):
                 return parted
             judged = _judged_by_habit(joined, histories)
             return judged if judged.odd else _judged_by_others(joined, histories)
@@ -274,7 +272,7 @@ def unlike(joined: Mapping[int, Collective]) -> Parting | None:
     *fewer, most = _camps(joined)
     if not fewer:
         return None
-    if 2 * len(most) <= len(joined) or joined[most[0]].is_guessed:
+    if 2 * len(most) <= len(joined) or joined[most[0]].guessed:
         return Parting(joined)
     return Parting(joined, tuple(sorted(rank for camp in fewer for rank in camp)), "the other ranks agree")
 

@@ -181,7 +181,7 @@ def _own_of_the_aborted(rank: Rank, own: int, met: Collective, ranks: Sequence[R
         )
     op = met.op if same_line(line, met.where) else "a collective"
     # Which loops are around that line is not known; nothing says that the rank has left those of the others.
-    return replace(met, op=op, where=line, sizes=(), dtypes=(), only_if="", message_bytes=own)
+    return replace(met, op=op, where=line, sizes=(), dtypes=(), only_if="", message_bytes=own, guessed=True)
 
 
 def _line_of_the_aborted(rank: Rank) -> Frame | None:
