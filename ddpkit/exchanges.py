@@ -155,6 +155,7 @@ def _left_an_exchange(
                 way := next(filter(None, ways), "")
                 or _gave_others_more(left, number, at)
                 or _one_send_less(left, waiting)
+                or _one_of_as_many_as_ever(left, number, waiting)
             ):
                 return (left,), f"rank {number} {way}"
     return None
@@ -238,6 +239,16 @@ def _one_send_less(left: int, waiting: Mapping[int, Standing]) -> str:
         return ""
     sent = f"it has sent {made[left]['send']} since the collective before, and each of the others {usual['send']}"
     return f"waits for one more of it: {sent}"
+
+
+def _one_of_as_many_as_ever(left: int, number: int, waiting: Mapping[int, Standing]) -> str:
+    """What rank `number` does, if it has met as many ranks since the collective before as in each round, two or more, with `left`
+    as the last of them, and no rank but these waits for it; "" where that is not so."""
+    *before, now = [{peer for _op, peer in made} for made in _rounds(waiting[number]) if made] or [set()]
+    for_it = {n for n, s in waiting.items() if s.pairwise and number in peers(s)}
+    if len(before) < 2 or {len(met) for met in before} != {len(now)} or left not in now or not for_it <= now:
+        return ""
+    return f"waits for it, as one of the {len(now)} that it meets in every round"
 
 
 def has_sent_fewer_to_a_server(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:

@@ -1818,6 +1818,27 @@ CASES = [
         since_2_13=True,
     ),
     hang(
+        "a client does not know that the server has drawn it",
+        """
+        weights = torch.ones(2)
+        for drawn in ([1, 3], [1, 2], [2, 3], [1, 3]):
+            if rank == 0:
+                for client in drawn:
+                    dist.send(weights, client)
+                for client in drawn:
+                    dist.recv(weights, client)
+            elif rank in drawn and (rank, drawn) != (3, [2, 3]):
+                dist.recv(weights, 0)
+                dist.send(weights, 0)
+            dist.broadcast(weights, src=0)
+        """,
+        3,
+        "unmatched_send_recv",
+        nproc=4,
+        says=("Rank 3 left the common way: rank 0 waits for it, as one of the 2 that it meets in every round",),
+        since_2_13=True,
+    ),
+    hang(
         "one calls one more of the same size in a loop, and the others are in the next one",
         """
         outliers = 1 if rank == 3 else 0
