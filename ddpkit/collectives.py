@@ -15,7 +15,7 @@ from .frames import Frame
 # What the ranks did more often than this at a point of the program is what they do there.
 HABIT_FROM = 3
 # Whether these may be joined with other sizes by other ranks depends on the rank's role.
-SIZES_MAY_DIFFER = ("gather", "scatter", "send", "recv", "alltoall", "all_to_all")
+SIZES_MAY_DIFFER = ("gather", "reduce_scatter", "send", "recv", "alltoall", "all_to_all")
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,11 +29,10 @@ class Collective:
     `every_turn` those of them that come to it in every turn, and `to_the_end` those of these that end only as the batches
     do that they go through. `backend` is "gloo" or "nccl", "" where that is not known.
 
-    Of a rank that gloo aborted no more may be known, or `guessed`, than how long its messages are, `message_bytes`; 0 where
-    nobody asked. Of a send or receive it is its length, and `tag` its tag. `root` is the rank from or to which it is; None
-    where there is none, or it was not kept. `brings` is the number that this rank had for it, or the sum of those (None where it
-    had too many, or it was not kept; of an "object" 1 or a text's checksum where that tells of anything, else 0), `reduces` what
-    is made of the ranks' numbers: "SUM", "MAX" and so on, "" where they are only passed on.
+    `message_bytes` is the length of a send or receive, and `tag` its tag. `root` is the rank from or to which a collective is;
+    None where there is none, or it was not kept. `brings` is the number that this rank had for it, or the sum of those (None
+    where it had too many, or it was not kept; of an "object" 1 or a text's checksum where that tells of anything, else 0),
+    `reduces` what is made of the ranks' numbers: "SUM", "MAX" and so on, "" where they are only passed on.
     `raising`: it was called while an exception was on its way, in a `finally` say; `in_thread`: by a thread beside the main one.
     `over_ns`: when the call was over, for the program at least; 0 where it was not, or that was not kept.
     `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
@@ -63,7 +62,6 @@ class Collective:
     in_thread: bool = False
     over_ns: int = 0
     tag: int = 0
-    guessed: bool = False
 
     def __repr__(self) -> str:
         return f"{'done' if self.done else 'waiting'} in {self.name}{self.from_line}"
@@ -99,20 +97,20 @@ class Collective:
 
     def matches(self, other: Collective) -> bool:
         """Whether two ranks that joined these two as the same collective agree on it."""
-        if (self.op, self.message_bytes) != (other.op, other.message_bytes):
+        if self.op != other.op:
             return False
         if None not in (self.root, other.root) and self.root != other.root:
             return False
         # NCCL gathers tensors of different sizes; gloo does not.
-        gathers_alike = self.backend == "gloo" and "gather" in self.op
-        may_differ = not gathers_alike and any(word in self.op for word in SIZES_MAY_DIFFER)
-        return may_differ or (self.sizes, self.dtypes) == (other.sizes, other.dtypes)
+        alike = self.op == "scatter" or (self.backend == "gloo" and "gather" in self.op)
+        may_differ = not alike and any(word in self.op for word in SIZES_MAY_DIFFER)
+        return {*self.dtypes} == {*other.dtypes} and (may_differ or self.sizes == other.sizes)
 
     @property
     def shape_words(self) -> str:
         """`all_reduce of [1000] Float`."""
         if not self.sizes:
-            return f"{self.op} in messages of {self.message_bytes} bytes" if self.message_bytes else self.op
+            return self.op
         shapes = ", ".join(str(list(size)) for size in self.sizes[:2])
         return f"{self.op} of {shapes} {'/'.join(dict.fromkeys(self.dtypes))}".rstrip()
 
@@ -254,7 +252,7 @@ def _parting(histories: Histories) -> Parting | None:
     """
     for joined in _by_number(histories):
         if parted := unlike(joined):
-            if parted.odd or 2 * sum(c.guessed for c in joined.values()) > len(joined):
+            if parted.odd:
                 return parted
             judged = _judged_by_habit(joined, histories)
             return judged if judged.odd else _judged_by_others(joined, histories)
@@ -268,11 +266,11 @@ def _parting(histories: Histories) -> Parting | None:
 
 def unlike(joined: Mapping[int, Collective]) -> Parting | None:
     """Whether the ranks joined other operations, sizes or types as the same collective: the odd ones are those who did not join
-    it as most did, if most agree, and what they joined is known. None where all agree."""
+    it as most did, if most agree. None where all agree."""
     *fewer, most = _camps(joined)
     if not fewer:
         return None
-    if 2 * len(most) <= len(joined) or joined[most[0]].guessed:
+    if 2 * len(most) <= len(joined):
         return Parting(joined)
     return Parting(joined, tuple(sorted(rank for camp in fewer for rank in camp)), "the other ranks agree")
 

@@ -1540,7 +1540,7 @@ CASES = [
         2,
         "collective_mismatch",
         nproc=3,
-        says=("Rank 2 left the common way at collective #4", "rank 2 joined scatter in messages of 64 bytes"),
+        says=("Rank 2 left the common way at collective #4", "rank 2 joined scatter of [16] Float"),
         since_2_13=True,
     ),
     hang(
@@ -1815,6 +1815,34 @@ CASES = [
         "skipped_collective",
         nproc=4,
         says=("rank 3 waits in all_reduce #9 of group 2 ", "Rank 2 left the common way"),
+        since_2_13=True,
+    ),
+    case(
+        "one of three starts its asynchronous sums in another order",
+        """
+        buckets = [torch.ones(48), torch.ones(720)]
+        if rank == 1:
+            buckets.reverse()
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            work.wait()
+        dist.barrier()
+        """,
+        1,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 1 left the common way at collective #4", "rank 1 joined all_reduce of [720] Float"),
+        since_2_13=True,
+    ),
+    case(
+        "two of four count more classes than the other two",
+        """
+        dist.all_reduce(torch.ones(2, 10 if rank < 2 else 12))
+        dist.barrier()
+        """,
+        None,
+        "collective_mismatch",
+        nproc=4,
+        says=("The ranks part at collective #4", "Which of them is wrong cannot be told"),
         since_2_13=True,
     ),
     hang(

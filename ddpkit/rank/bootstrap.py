@@ -27,7 +27,7 @@ from types import ModuleType  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 from ddpkit import wire  # noqa: E402
-from ddpkit.rank import collectives, failure, observe, steps  # noqa: E402
+from ddpkit.rank import abort, collectives, failure, observe, steps  # noqa: E402
 
 # Neither Slurm, Lightning nor Python itself uses it; SIGUSR1 is theirs.
 STACK_SIGNAL = signal.SIGRTMIN + 10
@@ -107,6 +107,7 @@ def arm(warm: bool) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         faulthandler.enable(_kept_open(folder / wire.CRASH), all_threads=True)
+        abort.arm(collectives.note)
         # By default an alarm ends a process without a word.
         faulthandler.register(signal.SIGALRM, _kept_open(folder / wire.CRASH), all_threads=False, chain=True)
         # Of the main thread alone: to walk the stack of a thread that is running may crash the process, and py-spy can.

@@ -170,8 +170,9 @@ def _entry(entry: dict[str, Any], placed: bool, call_of: Callable[[str, int], pe
         "raising": call is not None and call.raising,
         "over_ns": call.over_ns if call else 0,
         "in_thread": any(f["name"] == "_bootstrap" and "threading" in f["filename"] for f in entry["frames"]),
-        "sizes": entry["input_sizes"],
-        "dtypes": entry["input_dtypes"],
+        # What is scattered is of one rank, and comes to all.
+        "sizes": entry["output_sizes" if op == "scatter" else "input_sizes"],
+        "dtypes": entry["output_dtypes" if op == "scatter" else "input_dtypes"],
         "at_ns": entry["time_created_ns"],
         # gloo's entries never leave the state "scheduled"; NCCL's say "completed" before they are retired.
         "done": entry["retired"] or entry["state"] == "completed",
