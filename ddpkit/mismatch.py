@@ -56,7 +56,13 @@ def _of_another_size(ranks: Sequence[Rank]) -> Parting | None:
     all ranks had always joined it with one size before."""
     last = next((r.collective for r in ranks if r.collective and _TOO_LONG.search(r.stderr)), None)
     joined = {r.rank: c for r in ranks for c in r.collectives if last and c.key == last.key}
-    before = {c.sizes for r in ranks for c in r.collectives if last and c.call == last.call and c.at_ns < last.at_ns}
+    alike = (
+        c
+        for r in ranks
+        for c in r.collectives
+        if last and (c.call, c.group, c.setup) == (last.call, last.group, last.setup)
+    )
+    before = {c.sizes for c in alike if last and c.seq < last.seq}
     usual, times = next(iter(Counter(c.sizes for c in joined.values()).most_common(1)), ((), 0))
     odd = tuple(sorted(n for n, c in joined.items() if c.sizes != usual))
     told = odd and 2 * times > len(ranks) and before <= {usual}
