@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import BLOCKED, left_after, process_of, wait_for_line, wait_until_blocked
+from conftest import BLOCKED, RECORDS, left_after, process_of, wait_for_line, wait_until_blocked
 
 import ddpkit
 from ddpkit import wire
@@ -93,6 +93,30 @@ dist.all_reduce(torch.ones(3))
     assert run.ranks[0].role == "consequence"
     if name != "SIGKILL":
         assert run.ranks[1].failure.where.source == deed, "the crashing line is known from the stack faulthandler left"
+
+
+@pytest.mark.skipif(not RECORDS, reason="this torch records no collectives of gloo")
+def test_a_rank_that_gloo_aborts_has_written_down_what_it_was_in(script: Callable[..., str]) -> None:
+    """Both ranks have begun two sums; in which of them rank 0 was when it was aborted no stack tells."""
+    run = launch(
+        script(
+            PREAMBLE
+            + """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+model(torch.ones(2, 4)).sum().backward()
+begun = [dist.all_reduce(torch.ones(size * (1 + 99 * rank)), async_op=True) for size in (10, 20)]
+for work in begun:
+    work.wait()
+"""
+        )
+    )
+    aborted = run.ranks[0]
+    assert (run.state, aborted.signal, aborted.exitcode) == ("failed", "SIGABRT", -6)
+    *before, first, second = aborted.collectives
+    assert [(c.sizes, c.done, c.where.line) for c in (first, second)] == [(((n,),), False, 8) for n in (10, 20)]
+    assert before[-1].where.source.endswith(".backward()"), "and those that DDP makes in C++"
+    assert aborted.failure.where.source == "work.wait()", "faulthandler has its turn after it"
+    assert aborted.stderr.count("terminate called") == 1
 
 
 def test_of_two_own_failures_the_earlier_counts(script: Callable[..., str]) -> None:
