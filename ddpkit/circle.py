@@ -14,6 +14,7 @@ from .collectives import Collective, outvoted, strayed
 from .exchanges import (
     ends_a_chain,
     has_another_partner,
+    has_broken_the_pairs,
     has_kept_an_answer,
     has_not_sent_as_others,
     has_passed_on_fewer,
@@ -151,6 +152,7 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     odd = () if any(ends_a_chain(n, waiting) for n in odd) else odd
     odd = _in_another_group(waiting, at) or odd or with_one_more(waiting, at)
     found = (odd, BY_MOST) if odd else _across_the_groups(at) or has_another_partner(waiting)
+    found = found or has_broken_the_pairs(waiting)
     found = found or of_another_tag(waiting) or out_of_an_exchange(waiting, at)
     found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
     found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)

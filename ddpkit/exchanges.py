@@ -104,6 +104,35 @@ def has_another_partner(waiting: Mapping[int, Standing]) -> Odd | None:
     return None
 
 
+def has_broken_the_pairs(waiting: Mapping[int, Standing]) -> Odd | None:
+    """The rank whose next partner has swapped with another one, while the only rank that is left wants to swap with it, where all
+    ranks swap in pairs, and have had the right partners before."""
+    turns = {n: _swaps_in_turn(s) for n, s in waiting.items()}
+    for number, turn in enumerate(itertools.zip_longest(*turns.values())):
+        with_whom = dict(zip(turns, turn, strict=True))
+        fitting = {n for n, peer in with_whom.items() if with_whom.get(peer) == n}
+        if fitting == {*turns}:
+            continue
+        odd = [n for n, peer in with_whom.items() if n not in fitting and peer in fitting]
+        left = [n for n in with_whom if n not in fitting and n not in odd]
+        if not number or len(odd) != 1 or len(left) != 1 or with_whom[left[0]] != odd[0]:
+            return None
+        to, third = with_whom[odd[0]], with_whom[with_whom[odd[0]]]
+        how = f"it wants to swap with rank {to}, which has swapped with rank {third}, and rank {left[0]} with it"
+        return (odd[0],), how
+    return None
+
+
+def _swaps_in_turn(standing: Standing) -> list[int]:
+    """The ranks to which this one has sent and of which it has received, in turn, or begun to; empty where it has made anything
+    else with any."""
+    made = [(c.op.lstrip("i"), c.ranks[0]) for c in standing.rank.calls if c.is_exchange and c.ranks]
+    swaps = list(zip(made[::2], made[1::2], strict=False))
+    if any({one[0], other[0]} != {"send", "recv"} or one[1] != other[1] for one, other in swaps):
+        return []
+    return [peer for (_op, peer), _other in swaps] + [peer for _op, peer in made[2 * len(swaps) :]]
+
+
 def _to_swap_with(waiter: Standing) -> set[int | None]:
     """The ranks that it has swapped with since the collective before or, where it swapped with one in every round before, with
     which it has only begun to."""

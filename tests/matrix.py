@@ -1846,6 +1846,27 @@ CASES = [
         since_2_13=True,
     ),
     hang(
+        "one of four goes on a step before the others, and so with another partner",
+        """
+        partners = [[1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]]
+        mine, theirs = torch.ones(4), torch.ones(4)
+        def swap(step):
+            peer = partners[step % 3][rank]
+            for request in [dist.isend(mine, peer), dist.irecv(theirs, peer)]:
+                request.wait()
+        for step in range(4):
+            swap(step)
+        dist.barrier()
+        for step in range(3 if rank == 2 else 4, 6):
+            swap(step)
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=4,
+        says=("it wants to swap with rank 3, which has swapped with rank 1, and rank 0 with it",),
+        since_2_13=True,
+    ),
+    hang(
         "a client does not know that the server has drawn it",
         """
         weights = torch.ones(2)
