@@ -272,12 +272,13 @@ def _one_send_less(left: int, waiting: Mapping[int, Standing]) -> str:
 
 def _one_of_as_many_as_ever(left: int, number: int, waiting: Mapping[int, Standing]) -> str:
     """What rank `number` does, if it has met as many ranks since the collective before as in each round, two or more, with `left`
-    as the last of them, and no rank but these waits for it; "" where that is not so."""
-    *before, now = [{peer for _op, peer in made} for made in _rounds(waiting[number]) if made] or [set()]
+    as the last of them, once, and no rank but these waits for it; "" where that is not so."""
+    *before, now = [[peer for _op, peer in made] for made in _rounds(waiting[number]) if made] or [[]]
     for_it = {n for n, s in waiting.items() if s.pairwise and number in peers(s)}
-    if len(before) < 2 or {len(met) for met in before} != {len(now)} or left not in now or not for_it <= now:
+    as_ever = len(before) > 1 and {len({*met}) for met in before} == {len({*now})}
+    if not as_ever or now.count(left) != 1 or not for_it <= {*now}:
         return ""
-    return f"waits for it, as one of the {len(now)} that it meets in every round"
+    return f"waits for it, as one of the {len({*now})} that it meets in every round"
 
 
 def has_sent_fewer_to_a_server(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
