@@ -55,15 +55,12 @@ def _of_another_size(ranks: Sequence[Rank]) -> Parting | None:
     """Who joined with another size than most what may be joined with several, as an all-to-all, if gloo aborted a rank in it and
     all ranks had always joined it with one size before."""
     last = next((r.collective for r in ranks if r.collective and _TOO_LONG.search(r.stderr)), None)
-    joined = {r.rank: c for r in ranks for c in r.collectives if last and c.key == last.key}
-    alike = (
-        c
-        for r in ranks
-        for c in r.collectives
-        if last and (c.call, c.group, c.setup) == (last.call, last.group, last.setup)
-    )
-    before = {c.sizes for c in alike if last and c.seq < last.seq}
-    usual, times = next(iter(Counter(c.sizes for c in joined.values()).most_common(1)), ((), 0))
+    if last is None:
+        return None
+    calls = [(r.rank, c) for r in ranks for c in r.collectives if (c.group, c.setup) == (last.group, last.setup)]
+    joined = {n: c for n, c in calls if c.seq == last.seq}
+    before = {c.sizes for _n, c in calls if c.call == last.call and c.seq < last.seq}
+    ((usual, times),) = Counter(c.sizes for c in joined.values()).most_common(1)
     odd = tuple(sorted(n for n, c in joined.items() if c.sizes != usual))
     told = odd and 2 * times > len(ranks) and before <= {usual}
     return Parting(joined, odd, "the other ranks agree") if told else None
