@@ -75,12 +75,6 @@ def stack_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
     return next(iter(training or only), frames)
 
 
-def training_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
-    """The user's innermost frame of each thread that is in torch.distributed or in a backward."""
-    training = (frames for thread in _threads(dump) if _trains(frames := _frames(thread, cells)))
-    return [own for frames in training if (own := next((f for f in frames if f.own), None))]
-
-
 def _threads(dump: str) -> list[str]:
     return [t for t in re.split(r"^(?=Stack \(|Current thread|Thread )", dump, flags=re.MULTILINE) if "  File " in t]
 

@@ -85,7 +85,7 @@ def _by_length(ranks: Sequence[Rank]) -> Finding | None:
         received = {
             r.rank: came for r in others for s in senders for c in _exchanged(r, "recv", s) if c.message_bytes == came
         }
-        there = _room_at(_line_of_the_aborted(aborted), others)
+        there = _room_at(aborted.calls[-1].where if aborted.calls else None, others)
         beside = {n: b for s in senders for n, b in _sent_beside(s, aborted.rank, ranks).items() if n not in received}
         said = [f"rank {n} sent {length}" for n, length in sorted(sent.items())]
         said += [f"rank {n} received {length}" for n, length in sorted(received.items())]
@@ -120,12 +120,6 @@ def _room_at(line: Frame | None, ranks: Sequence[Rank]) -> dict[int, int]:
     return {
         n: c.message_bytes for n, c in last.items() if c.is_exchange and "recv" in c.op and same_line(c.where, line)
     }
-
-
-def _line_of_the_aborted(rank: Rank) -> Frame | None:
-    """The line at which gloo aborted this rank; of two threads that had both joined something, either may be the one."""
-    trained = rank.training_frames
-    return None if len(trained) > 1 else trained[0] if trained else _failed_line(rank)
 
 
 def _line_that_all_reached(lines: Mapping[int, Frame], ranks: Sequence[Rank]) -> Frame | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import wire
 from .collectives import Collective, in_time, read_collectives, read_exchanges, read_keyed, read_keys_set
-from .frames import Frame, stack_frames, training_frames
+from .frames import Frame, stack_frames
 from .stable import shortened, stable
 
 
@@ -149,11 +149,6 @@ class Rank:
     def stack(self) -> str:
         """The Python stack of every thread as last asked for while the rank ran, or as it crashed; "" if never."""
         return _text(self.folder / wire.STACK) or _text(self.folder / wire.CRASH)
-
-    @property
-    def training_frames(self) -> list[Frame]:
-        """Where its threads were in torch.distributed or in a backward, by the stack: the user's line of each."""
-        return training_frames(self.stack, sources(self.folder.parents[2]))
 
     @cached_property
     def stack_frames(self) -> list[Frame]:
