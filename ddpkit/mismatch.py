@@ -85,8 +85,9 @@ def _by_length(ranks: Sequence[Rank]) -> Finding | None:
         received = {
             r.rank: came for r in others for s in senders for c in _exchanged(r, "recv", s) if c.message_bytes == came
         }
-        there = _room_at(aborted.calls[-1].where if aborted.calls else None, others)
         beside = {n: b for s in senders for n, b in _sent_beside(s, aborted.rank, ranks).items() if n not in received}
+        line = aborted.calls[-1].where if aborted.calls else None
+        there = _room_at(line, [r for r in others if r.rank not in (*sent, *beside)])
         said = [f"rank {n} sent {length}" for n, length in sorted(sent.items())]
         said += [f"rank {n} received {length}" for n, length in sorted(received.items())]
         said += [f"rank {n} sent {length} from that line" for n, length in sorted(beside.items())]
