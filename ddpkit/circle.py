@@ -19,6 +19,7 @@ from .exchanges import (
     has_not_sent_as_others,
     has_passed_on_fewer,
     has_sent_fewer_to_a_server,
+    has_turned_round_too_soon,
     of_another_tag,
     of_any,
     out_of_an_exchange,
@@ -156,6 +157,7 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     found = found or of_another_tag(waiting) or out_of_an_exchange(waiting, at)
     found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
     found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)
+    found = found or has_turned_round_too_soon(waiting)
     found = found or _left_its_group(waiting, at) or _went_astray(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)

@@ -359,6 +359,22 @@ def _in_rounds(standing: Standing, peer: int, op: str = "") -> list[int]:
     return [sum(other == peer and op in made for made, other in each) for each in _rounds(standing)]
 
 
+def has_turned_round_too_soon(waiting: Mapping[int, Standing]) -> Odd | None:
+    """Of two ranks that wait to send to each other, as in a pipeline, the one that has not received the last of the messages that
+    the other sends it, which are as many as came to that from a third rank."""
+    sending = {n: s for n, s in waiting.items() if s.pairwise and s.rank.calls and "send" in s.rank.calls[-1].op}
+    found = []
+    for number, waiter in sending.items():
+        for left in (p for p in peers(waiter) if p in sending and number in peers(sending[p])):
+            sent = _times(waiter, "send", left)
+            third = [n for n in waiting if n != left and _times(waiter, "recv", n) == sent]
+            if third and _times(sending[left], "recv", number) == sent - 1:
+                found.append(
+                    (left, f"rank {number} has {sent} messages of rank {third[0]} to pass on to it, not {sent - 1}")
+                )
+    return ((found[0][0],), found[0][1]) if len(found) == 1 else None
+
+
 def too_few_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
     """The rank that went over from receiving of another to sending to it, or the other way round, one message sooner than ever
     before, while that one has made as many in a row as ever."""

@@ -10,7 +10,7 @@ from .collectives import Collective, Parting, parting
 from .finding import Finding, against_most, ranks_said, undecided, verb
 from .frames import Frame
 from .records import Rank
-from .standing import same_line
+from .standing import same_line, standing
 
 _COUNTS = re.compile(r"Rank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+) params")
 _TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
@@ -54,7 +54,7 @@ def find_parting(ranks: Sequence[Rank]) -> Finding:
 def _of_another_size(ranks: Sequence[Rank]) -> Parting | None:
     """Who joined with another size than most what may be joined with several, as an all-to-all, if gloo aborted a rank in it and
     all ranks had always joined it with one size before."""
-    last = next((r.collective for r in ranks if r.collective and _TOO_LONG.search(r.stderr)), None)
+    last = next((standing(r).collective for r in ranks if _TOO_LONG.search(r.stderr)), None)
     if last is None:
         return None
     calls = [(r.rank, c) for r in ranks for c in r.collectives if (c.group, c.setup) == (last.group, last.setup)]

@@ -1867,6 +1867,29 @@ CASES = [
         since_2_13=True,
     ),
     hang(
+        "the last stage of a pipeline begins its backward one micro-batch too soon",
+        """
+        batch, micro_batches = torch.ones(4, 4), 3
+        for _ in range(micro_batches):
+            if rank == 1:
+                dist.recv(batch, 0)
+            if rank < 2:
+                dist.send(batch, rank + 1)
+        for _ in range(2 if rank == 2 else 0):
+            dist.recv(batch, 1)
+        for _ in range(micro_batches):
+            if rank < 2:
+                dist.recv(batch, rank + 1)
+            if rank > 0:
+                dist.send(batch, rank - 1)
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=3,
+        says=("Rank 2 left the common way: rank 1 has 3 messages of rank 0 to pass on to it, not 2",),
+        since_2_13=True,
+    ),
+    hang(
         "a client does not know that the server has drawn it",
         """
         weights = torch.ones(2)
