@@ -479,6 +479,29 @@ for batch in loader:
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 15)
 
 
+@on_linux
+@pytest.mark.job
+def test_workers_go_with_a_rank_that_is_killed_before_torch_watches_it() -> None:
+    code = """
+import os, time
+from torch.utils.data._utils import worker
+from ddpkit.rank.data import safe_loader
+rank, watch = os.getpid(), worker.ManagerWatchdog
+def watch_late():
+    while os.getppid() == rank:
+        time.sleep(0.01)
+    return watch()
+worker.ManagerWatchdog = watch_late
+loader = safe_loader([0.0] * 100, 4, num_workers=2)
+loader._start()
+print(*(worker.pid for worker in loader._batches._workers), flush=True)
+os.kill(rank, 9)
+"""
+    # A worker that stays holds the pipe, and this would time out.
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert len(done.stdout.split()) == 2, done.stderr
+
+
 # Retries.
 
 

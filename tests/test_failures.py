@@ -104,7 +104,11 @@ def test_a_rank_that_gloo_aborts_has_written_down_what_it_was_in(script: Callabl
             + """
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 model(torch.ones(2, 4)).sum().backward()
+up = __file__ + ".up"
+while rank == 1 and not os.path.exists(up):
+    time.sleep(0.01)
 begun = [dist.all_reduce(torch.ones(size * (1 + 99 * rank)), async_op=True) for size in (10, 20)]
+open(up, "w").close()
 for work in begun:
     work.wait()
 """
@@ -113,9 +117,9 @@ for work in begun:
     aborted = run.ranks[0]
     assert (run.state, aborted.signal, aborted.exitcode) == ("failed", "SIGABRT", -6)
     *before, first, second = aborted.collectives
-    assert [(c.sizes, c.done, c.where.line) for c in (first, second)] == [(((n,),), False, 8) for n in (10, 20)]
+    assert [(c.sizes, c.done, c.where.line) for c in (first, second)] == [(((n,),), False, 11) for n in (10, 20)]
     assert before[-1].where.source.endswith(".backward()"), "and those that DDP makes in C++"
-    assert aborted.failure.where.source == "work.wait()", "faulthandler has its turn after it"
+    assert aborted.failure.where.line > 11, "faulthandler has its turn after it"
     assert aborted.stderr.count("terminate called") == 1
 
 

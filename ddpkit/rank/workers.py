@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass, replace
 from multiprocessing import connection, forkserver
@@ -93,11 +94,22 @@ def preload_torch() -> None:
         multiprocessing.set_forkserver_preload(["__main__", f"{__package__}.batches"])
 
 
+def leave_with_the_rank(_worker: int) -> None:
+    """Have this worker end as its rank does. torch's own watch begins later: to a rank that was killed before, it is blind."""
+    threading.Thread(target=_leave_with_the_rank, daemon=True).start()
+
+
+def _leave_with_the_rank() -> None:
+    if rank := multiprocessing.parent_process():
+        rank.join()
+        os._exit(1)
+
+
 class WatchedLoader(DataLoader[Any]):
     """torch's DataLoader, whose iterator tells of its workers by WorkerDied and WorkerTimedOut."""
 
     def __init__(self, *args: Any, at: Position, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, worker_init_fn=leave_with_the_rank, **kwargs)
         self.at = at
         if kwargs.get("multiprocessing_context") == "forkserver":
             preload_torch()
