@@ -32,7 +32,7 @@ from .finding import Finding, ranks_said, verb
 from .flags import find_flag, find_nan
 from .mismatch import find_parting
 from .records import Failure, Rank
-from .standing import at_line, may_wait, same_line, standing, unmoved_s
+from .standing import WAITS_FROM_S, at_line, may_wait, same_line, standing, unmoved_s
 from .standstill import find
 
 Culprit = int | tuple[int, ...] | Literal["every rank"] | None
@@ -43,8 +43,6 @@ TOGETHER_NS = 100_000_000
 LEAVING_TAKES_NS = 3_000_000_000
 # A rank that waits for less than this, or for less than so many of its own steps, is in the middle of an ordinary one.
 STILL_FROM_S = 2.0
-# A call that was over sooner may have gone on by itself, as with async_op=True.
-WAITS_FROM_S = 1.0
 STEPS_MISSED = 2
 
 _WAITED = re.compile(r"Timed out waiting (\d+)ms for (?:recv|send) operation")

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .circle import nobody_is_missing, of_different_roots
-from .collectives import parting
+from .collectives import Collective, parting
 from .finding import Finding, ranks_said, undecided, verb
 from .frames import stack_frames
 from .joining import making_a_group, met_an_old_address, while_joining
 from .mismatch import parted_at
 from .records import Rank
 from .standing import (
+    WAITS_FROM_S,
     Standing,
     at_line,
     each,
@@ -62,6 +63,8 @@ def find(ranks: Sequence[Rank], live: bool = False, at_ns: int | None = None) ->
     if not waiting:
         return _nobody_waits(at)
     at = {**at, **waiting}
+    if found := _given_up_before(waiting, at):
+        return found
     if parted := parting({rank.rank: rank.collectives for rank in ranks}):
         return parted_at(parted)
     if found := of_different_roots(waiting, at):
@@ -128,6 +131,35 @@ def _missed_a_barrier(named: tuple[int, ...], at: Mapping[int, Standing]) -> Fin
     if len(there) > len(elsewhere):
         return Finding(tuple(elsewhere), f"{said}{line_unsaid(first)}.", "mismatch")
     return undecided(f"{said}{line_unsaid(first)}.", "mismatch")
+
+
+def _given_up_before(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Finding | None:
+    """Who never came to a collective that another rank gave up, and caught that, but waits with most ranks in one of another
+    group: where those now part from the one that gave up, it only follows from that."""
+    given_up = [(c.at_ns, n, c) for n, s in at.items() for c in s.rank.collectives if _waited_long(c)]
+    for _, number, call in sorted(given_up, key=lambda each: each[0]):
+        missing = missing_in(replace(at[number], collective=call, pairwise=False), at, None)
+        waits_in = waiting[missing[0]].collective if missing and missing[0] in waiting else None
+        if waits_in is None or waits_in.group == call.group:
+            continue
+        together = {n for n, s in waiting.items() if s.collective and _is_alike(s.collective, waits_in)}
+        # Of a long training only the last collectives are kept.
+        recorded = all(at[n].rank.collectives[0].at_ns <= call.at_ns for n in missing if n in together)
+        if {*missing} <= together and number not in together and 2 * len(together) > len(at) and recorded:
+            gave_up = f"Rank {number} gave it up after {(call.over_ns - call.at_ns) / 1e9:.0f} s, and {at[number].words}"
+            never = f"{ranks_said(missing)} never joined {call.name}{call.from_line}; {instead(at[missing[0]], missing)}"
+            return Finding(tuple(missing), f"{never}. {gave_up}.", "never_joined")
+    return None
+
+
+def _waited_long(call: Collective) -> bool:
+    """Whether this is a call that no rank comes through without the others, and took so long that it may have been given up."""
+    needs_all = call.op == "barrier" or call.op.startswith(("all_reduce", "all_gather", "reduce_scatter"))
+    return needs_all and call.done and call.over_ns - call.at_ns >= WAITS_FROM_S * 1e9
+
+
+def _is_alike(one: Collective, other: Collective) -> bool:
+    return one.key == other.key and one.matches(other)
 
 
 def _among_waiting(

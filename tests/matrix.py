@@ -161,6 +161,28 @@ CASES = [
         says=("Rank 3 left the common way", "as nobody else ever did"),
     ),
     hang(
+        "a rank skips a collective of its pair, and its partner gives that up, logs it and waits in the last barrier",
+        """
+        from datetime import timedelta
+        pairs = [dist.new_group(g, timeout=timedelta(seconds=2)) for g in ([0, 1], [2, 3])]
+        try:
+            for step in range(6):
+                if not (rank == 2 and step == 3):
+                    dist.all_reduce(torch.ones(4), group=pairs[rank // 2])
+                dist.all_reduce(torch.ones(8))
+        except RuntimeError as error:
+            print(f"rank {rank} failed: {error}", flush=True)
+        finally:
+            dist.barrier()
+        """,
+        2,
+        "skipped_collective",
+        nproc=4,
+        options={"stall": 4.0},
+        since_2_13=True,
+        says=("Rank 2 never joined all_reduce #4 of group 2", "Rank 3 gave it up after 2 s"),
+    ),
+    hang(
         "in the first step on a mesh a rank skips a sum of its row, and comes through that of its column",
         """
         rows, columns = ([dist.new_group(g) for g in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit.rank.around import about_rank, choice, loops, may_return_before
+from ddpkit.rank.around import about_rank, choice, loops, may_return_before, may_swallow
 
 PROGRAM = """\
 if step == 4:
@@ -138,6 +138,31 @@ def test_whether_a_function_may_return_before_it_comes_to_a_line(tmp_path: Path,
     file.write_text(RETURNS)
     assert may_return_before(str(file), line) == may
     assert (choice(str(file), line) == 9) == (line == 10), "a turn may be cut short before it"
+
+
+CATCHES = """\
+try:
+    swallowed()
+except (OSError, ValueError):
+    log()
+finally:
+    clean_up()
+try:
+    passed_on()
+except OSError:
+    log()
+    raise
+except KeyboardInterrupt:
+    log()
+except Exception:
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(("line", "may"), [(2, True), (4, False), (6, False), (8, False), (99, False)])
+def test_whether_what_a_line_raises_may_be_swallowed(tmp_path: Path, line: int, may: bool) -> None:
+    (tmp_path / "train.py").write_text(CATCHES)
+    assert may_swallow(str(tmp_path / "train.py"), line) == may
 
 
 def test_without_a_source_there_is_none(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ _ABOUT_RANK = re.compile(r"rank|is_?(main|master|primary|leader|chief)|main_?pro
 
 # `for label in sorted(set(labels))`, `for name, total in totals.items()`, but not `for batch in set(batches)`.
 _KINDS = re.compile(r"\bset\(|unique|class|categor|\b(keys|items|values|parameters|named_\w+|modules|children)\(")
+_LEAVES = re.compile(r"\b_?exit$|\babort$")
 _DATA = re.compile(r"load|batch|data|sample|shard|chunk|file", re.IGNORECASE)
 
 
@@ -57,6 +58,24 @@ def may_return_before(file: str, line: int) -> bool:
     return own is not None and any(isinstance(n, ast.Return) and n.lineno < line for n in ast.walk(own))
 
 
+def may_swallow(file: str, line: int) -> bool:
+    """Whether what is raised at that line may be swallowed in its function, by an `except` that does not pass it on."""
+    tries = (node for node in ast.walk(_parsed(_source(file))) if isinstance(node, ast.Try) and _swallows(node))
+    return any(line in _lines(statement) for node in tries for statement in node.body)
+
+
+def _swallows(node: ast.Try) -> bool:
+    """Whether the program goes on after what this `try` catches; that of a key of the user's is no error."""
+    return not all(_passes_on(handler) for handler in node.handlers)
+
+
+def _passes_on(handler: ast.ExceptHandler) -> bool:
+    last = handler.body[-1]
+    leaves = isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and _LEAVES.search(ast.unparse(last.value.func))
+    interrupted = handler.type is not None and ast.unparse(handler.type) == "KeyboardInterrupt"
+    return isinstance(last, ast.Raise) or bool(leaves) or interrupted
+
+
 def _source(file: str) -> str:
     return "".join(linecache.getlines(file))
 
@@ -71,8 +90,8 @@ def _choices(source: str) -> tuple[tuple[int, range], ...]:
             chosen = [*node.body, *node.orelse]
         elif isinstance(node, ast.ExceptHandler | ast.match_case):
             chosen = [*node.body]
-        elif isinstance(node, ast.Try) and not all(isinstance(h.body[-1], ast.Raise) for h in node.handlers):
-            # What fails in it may be swallowed, and the rest of it left out.
+        elif isinstance(node, ast.Try) and _swallows(node):
+            # What fails in it leaves out the rest of it.
             chosen = [*node.body]
         elif isinstance(node, ast.BoolOp):
             chosen = _calls(node.values[1:])

@@ -20,7 +20,7 @@ from typing import Any
 from ddpkit import wire
 
 from . import failure, keys, peers
-from .around import Loop, about_rank, choice, loops, may_return_before
+from .around import Loop, about_rank, choice, loops, may_return_before, may_swallow
 
 # The rest of a long record is read by nobody, and the frames of one entry take ten times the room of its numbers.
 MOST_PLACES = 64
@@ -183,10 +183,11 @@ def _entry(entry: dict[str, Any], placed: bool, call_of: Callable[[str, int], pe
 
 def _under(frames: list[dict[str, Any]]) -> dict[str, Any]:
     """The innermost `if` about the rank that led to this collective, and all loops, in any function on the way; of these,
-    those that come to it in every turn, and of these, those that have as many turns as there is something to go through."""
+    those that come to it in every turn, and of these, those that have as many turns as there is something to go through; none
+    where an exception may be swallowed on the way."""
     own = [(f["filename"], f["line"]) for f in frames if failure.is_users_own(f["filename"])]
     around: list[Loop] = []
-    surely = True
+    surely, to_the_end = True, not any(may_swallow(*line) for line in own)
     for line in own:
         around += [loop._replace(always=surely and loop.always) for loop in loops(*line)]
         surely = surely and not choice(*line) and not may_return_before(*line)
@@ -194,7 +195,7 @@ def _under(frames: list[dict[str, Any]]) -> dict[str, Any]:
         "only_if": next(filter(None, (about_rank(*line) for line in own)), ""),
         "loops": [loop.at for loop in around],
         "every_turn": [loop.at for loop in around if loop.always],
-        "to_the_end": [loop.at for loop in around if loop.always and loop.to_the_end],
+        "to_the_end": [loop.at for loop in around if to_the_end and loop.always and loop.to_the_end],
     }
 
 
