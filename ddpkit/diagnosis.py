@@ -16,6 +16,7 @@ from typing import Literal
 from . import wire
 from .catalog import Page, Signature, pages
 from .culprit import Culprit, Verdict
+from .endings import LEAVES
 from .records import Rank
 from .stable import shortened, stable
 
@@ -152,6 +153,9 @@ def diagnose(ranks: Sequence[Rank], verdict: Verdict, torchrun_log: str = "") ->
     if kind == "tie":
         suspects = [r for r in suspects if verdict.roles.get(r.rank, "own") == "own"]
     asked = [] if kind in _SETTLED else [w for r in suspects for w in _words_of(r)]
+    if kind in _STANDSTILLS:
+        # By what a rank left after it had held up the others is no cause of that.
+        asked = [words for words in asked if words.type not in LEAVES]
     if kind == "told_by_others":
         # Where it came to a stand after its failure is no cause of that.
         asked = [words for words in asked if words.place != "native"]

@@ -10,6 +10,7 @@ from typing import Literal
 
 from . import wire
 from .collectives import Collective
+from .endings import classify
 from .finding import ranks_said, verb
 from .frames import Frame
 from .records import Rank
@@ -87,13 +88,18 @@ def standings(ranks: Sequence[Rank], at_ns: int | None = None) -> dict[int, Stan
 
 
 def _with_what_it_awaits(standing: Standing, at: Mapping[int, Standing], at_ns: int | None) -> Standing:
-    """Of a rank that gave up a wait for what it had begun at an earlier line, the first collective to which others have not
-    come; its own record has all of them as done by then."""
-    place, waits = standing.place, standing.kind == "waiting" and not standing.pairwise
-    if standing.collective or not (waits and place and standing.rank.failure and _AWAITING.search(place.source)):
+    """Of a rank that gave up a wait for what it had begun at an earlier line, or caught that and left or raised at a later one,
+    the first collective to which others have not come; its own record has all of them as done by then."""
+    rank, waits = standing.rank, standing.kind == "waiting" and not standing.pairwise
+    if standing.collective or not waits or not rank.failure:
         return standing
-    begun = (replace(standing, collective=collective) for collective in standing.rank.collectives)
-    return next((s for s in begun if missing_in(s, at, at_ns)), standing)
+    awaits = standing.place and _AWAITING.search(standing.place.source)
+    caught = (
+        rank.failure.chain and rank.collectives[-1:] == rank.calls[-1:] and classify(rank) in ("gave_up", "peer_lost")
+    )
+    begun = rank.collectives if awaits else rank.collectives[-1:] if caught else ()
+    known = (replace(standing, collective=collective) for collective in begun)
+    return next((s for s in known if missing_in(s, at, at_ns)), standing)
 
 
 def standing(rank: Rank, at_ns: int | None = None) -> Standing:

@@ -146,9 +146,10 @@ def _given_up_before(waiting: Mapping[int, Standing], at: Mapping[int, Standing]
         # Of a long training only the last collectives are kept.
         recorded = all(at[n].rank.collectives[0].at_ns <= call.at_ns for n in missing if n in together)
         if {*missing} <= together and number not in together and 2 * len(together) > len(at) and recorded:
-            gave_up = f"Rank {number} gave it up after {(call.over_ns - call.at_ns) / 1e9:.0f} s, and {at[number].words}"
-            never = f"{ranks_said(missing)} never joined {call.name}{call.from_line}; {instead(at[missing[0]], missing)}"
-            return Finding(tuple(missing), f"{never}. {gave_up}.", "never_joined")
+            never = f"{ranks_said(missing)} never joined {call.name}{call.from_line}"
+            then = "" if at[number].collective is call else f", and {at[number].words}"
+            gave_up = f"Rank {number} gave it up after {(call.over_ns - call.at_ns) / 1e9:.0f} s{then}"
+            return Finding(tuple(missing), f"{never}; {instead(at[missing[0]], missing)}. {gave_up}.", "never_joined")
     return None
 
 

@@ -182,6 +182,27 @@ CASES = [
         since_2_13=True,
         says=("Rank 2 never joined all_reduce #4 of group 2", "Rank 3 gave it up after 2 s"),
     ),
+    case(
+        "a rank skips a collective of its pair, and every rank catches what it meets then, and leaves with a code",
+        """
+        import sys
+        from datetime import timedelta
+        pairs = [dist.new_group(g, timeout=timedelta(seconds=2)) for g in ([0, 1], [2, 3])]
+        try:
+            for step in range(6):
+                if not (rank == 2 and step == 3):
+                    dist.all_reduce(torch.ones(4), group=pairs[rank // 2])
+                dist.all_reduce(torch.ones(8))
+        except RuntimeError as error:
+            print(f"rank {rank} failed: {error}", flush=True)
+            sys.exit(7)
+        """,
+        2,
+        "skipped_collective",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 2 never joined all_reduce #4 of group 2", "Rank 3 gave it up after 2 s."),
+    ),
     hang(
         "in the first step on a mesh a rank skips a sum of its row, and comes through that of its column",
         """

@@ -71,7 +71,9 @@ def _swallows(node: ast.Try) -> bool:
 
 def _passes_on(handler: ast.ExceptHandler) -> bool:
     last = handler.body[-1]
-    leaves = isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and _LEAVES.search(ast.unparse(last.value.func))
+    leaves = (
+        isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and _LEAVES.search(ast.unparse(last.value.func))
+    )
     interrupted = handler.type is not None and ast.unparse(handler.type) == "KeyboardInterrupt"
     return isinstance(last, ast.Raise) or bool(leaves) or interrupted
 
