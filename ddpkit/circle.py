@@ -42,6 +42,7 @@ from .standing import (
     missing_in,
     peers,
     same_line,
+    thread_died_of,
     who_waits_there,
     whom_it_waits_for,
     with_line,
@@ -158,7 +159,7 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
     found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)
     found = found or has_turned_round_too_soon(waiting)
-    found = found or _left_its_group(waiting, at) or _went_astray(histories)
+    found = found or _left_its_group(waiting, at) or _lost_a_thread(at) or _went_astray(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
     found = found or _alone_at_its_line(waiting) or (out_of_step(waiting, at), BY_MOST)
@@ -189,6 +190,12 @@ def _left_its_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing])
             on = f"it went on to {whom_it_waits_for(waiting[number])}"
             return (number,), f"{on}, and the others of its group still wait in {joined.name}{joined.from_line}"
     return None
+
+
+def _lost_a_thread(at: Mapping[int, Standing]) -> Odd | None:
+    """The one rank of which a thread has ended by an exception."""
+    lost = {n: died_of for n, s in at.items() if (died_of := thread_died_of(s.rank))}
+    return ((*lost,), f"a thread of it has died of {next(iter(lost.values()))}") if len(lost) == 1 else None
 
 
 def _went_astray(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:

@@ -127,7 +127,8 @@ def read_keyed(path: Path) -> tuple[Collective, ...]:
 
 def read_keys_set(path: Path) -> dict[str, Frame | None]:
     """The keys of a store that were set, in the record at `path`, each with the last line that set it."""
-    calls = [call for call in (wire.read_record(path) or {}).get("keyed", []) if call["op"] == "set"]
+    record = wire.read_record(path) or {}
+    calls = [call for call in record.get("keyed", []) if call["op"] == "set"] + record.get("set_beside", [])
     return {key: Frame(**call["where"]) if call["where"] else None for call in calls for key in call["keys"]}
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 
-from . import machine, wire
-from .frames import with_sources
+from . import machine, outside, wire
+from .frames import stack_frames, with_sources
 from .process import handles, signal_rank
 from .records import Rank, sources
 
@@ -61,6 +61,7 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
         path = rank.folder / wire.STACK
         _write(path, with_sources(_text(path), sources(rank.folder.parents[2])))
     on_gpu = machine.device_busy([rank.pid or 0 for rank in living])
+    locked_by, rank_of = outside.locked_by(spied), {rank.pid: rank.rank for rank in living}
     for rank in living:
         children = [_state(child) for child in _children_in_a_loader(rank)]
         record = {
@@ -78,6 +79,8 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
             "inside": _inside(rank.pid or 0) if _holds_the_gil(rank, spied, states) else [],
             "dead_workers": children.count(psutil.STATUS_ZOMBIE),
             "stopped_workers": children.count(psutil.STATUS_STOPPED),
+            "locked_by": rank_of.get(locked_by.get(rank.pid or 0)),
+            "polls": _polls(rank),
         }
         with contextlib.suppress(OSError):
             wire.write_record(rank.folder / wire.LOOK, record)
@@ -161,6 +164,13 @@ def _inside(pid: int) -> list[str]:
         return []
     called = itertools.takewhile(lambda frame: frame["module"], main)
     return [name for frame in called if not (name := re.split("[(<]", frame["name"])[0]).startswith("0x")]
+
+
+def _polls(rank: Rank) -> bool:
+    """Whether the rank's own line looks at something again and again, and sleeps in between."""
+    cells = sources(rank.folder.parents[2])
+    own = next((frame for frame in stack_frames(_text(rank.folder / wire.STACK), cells) if frame.own), None)
+    return own is not None and outside.polls(cells.get(own.file) or _text(Path(own.file)), own.line)
 
 
 def _spy() -> list[str]:

@@ -59,7 +59,8 @@ class Look:
     that of its GPU (None without one), `silent_s` the seconds since its last progress. `workers` are the stacks of its
     DataLoader workers by pid, `dead_workers` and `stopped_workers` how many have died and how many are stopped; `peer` is the
     rank that a blocking send or receive waits for, `root` the rank that it takes for the source or destination of the
-    collective it is in. `inside` are the C++ functions in which it sleeps with the GIL, innermost first.
+    collective it is in. `inside` are the C++ functions in which it sleeps with the GIL, innermost first. `locked_by` is the
+    rank that holds the lock on a file for which it waits; `polls`, whether it sleeps in a loop that looks at something.
     """
 
     at_ns: int
@@ -76,6 +77,8 @@ class Look:
     dead_workers: int = 0
     stopped_workers: int = 0
     inside: tuple[str, ...] = ()
+    locked_by: int | None = None
+    polls: bool = False
 
 
 @dataclass(frozen=True)

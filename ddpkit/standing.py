@@ -216,6 +216,12 @@ def _given_up(rank: Rank) -> Collective | None:
     return Collective(int(said["seq"]), op, group, "default_pg" if group == "0" else "", (), (), (), 0, False, failed)
 
 
+def thread_died_of(rank: Rank) -> str:
+    """What Python last said on stderr of a thread that ended by an exception; "" if none did."""
+    _, died, said = rank.stderr.rpartition("Exception in thread ")
+    return died and next((line for line in said.splitlines()[2:] if line[:1].strip()), "")
+
+
 def _is_joining(rank: Rank, frames: Sequence[Frame]) -> bool:
     """Whether this rank waits for its process group to come up, for the first time or once more."""
     if _joined(rank):

@@ -29,7 +29,9 @@ from .standing import (
     kind_of_wait,
     line_unsaid,
     missing_in,
+    same_line,
     standings,
+    thread_died_of,
     who_waits_there,
     whom_it_waits_for,
     with_line,
@@ -171,6 +173,8 @@ def _among_waiting(
     if not held_up:
         return nobody_is_missing(waiting, at)
     ranks = sorted({number for missing in held_up.values() for number in missing})
+    if found := _keeps_a_lock(ranks, at, "never_joined") or _went_on_without_the_most(ranks, waiting, at):
+        return found
     first = at[ranks[0]]
     came_to_their_end = all(at[n].kind == "left" and not at[n].rank.left_at for n in ranks)
     if len(ranks) > len(waiting) and came_to_their_end:
@@ -189,6 +193,30 @@ def _among_waiting(
         joined, does = "came too late to", "the others had given up by then"
     sentence = f"{ranks_said(ranks)} {joined} {what}; {does}. {who_waits_there(waiting)}{_helper(first)}"
     return Finding(tuple(ranks), sentence, kind)
+
+
+def _keeps_a_lock(missing: Sequence[int], at: Mapping[int, Standing], kind: str) -> Finding | None:
+    """The one rank that holds the lock on a file for which all others wait that are missing elsewhere."""
+    locked_by = {n: look.locked_by for n in missing if (look := at[n].rank.look) and look.locked_by in at}
+    at_fault = {holder for holder in locked_by.values() if holder is not None} | ({*missing} - {*locked_by})
+    if not locked_by or len(at_fault) > 1:
+        return None
+    (holder,), held_up = at_fault, sorted(locked_by)
+    wait = f"{ranks_said(held_up)} {verb(held_up, 'waits', 'wait')} for the lock on a file{at_line(at[held_up[0]])}"
+    return Finding((holder,), f"{wait}, which rank {holder} holds; it {with_line(at[holder])}.", kind)
+
+
+def _went_on_without_the_most(
+    missing: Sequence[int], waiting: Mapping[int, Standing], at: Mapping[int, Standing]
+) -> Finding | None:
+    """The few that wait in a collective, where most ranks look, at one line, for something that does not come."""
+    first, few = at[missing[0]], tuple(sorted(waiting))
+    looking = all((look := at[n].rank.look) and look.polls and same_line(at[n].place, first.place) for n in missing)
+    if not looking or len(missing) <= len(few) or len(missing) + len(few) < len(at):
+        return None
+    wait = f"{ranks_said(missing)} wait{at_line(first)}, for something that does not come"
+    went_on = f"{ranks_said(few).lower()} alone went on without it, and {waiting[few[0]].words}"
+    return Finding(few, f"{wait}; {went_on}.", "never_joined")
 
 
 def _held_up(waiting: Mapping[int, Standing], at: Mapping[int, Standing], at_ns: int | None) -> dict[int, list[int]]:
@@ -241,6 +269,8 @@ def _nobody_waits(at: Mapping[int, Standing]) -> Finding:
     alive = {n: s for n, s in at.items() if s.kind in ("loading", "busy", "idle")}
     if not alive:
         return Finding((), "No rank answers, and what they do cannot be told.", "unknown")
+    if found := _keeps_a_lock([*at], at, "silent"):
+        return found
     held = [s for s in alive.values() if s.rank.look and s.rank.look.inside]
     if held and len(held) < len(at) and all(s in held or s.kind in ("left", "joining") for s in at.values()):
         return _blamed(held, at, "silent")
@@ -275,7 +305,7 @@ def _of_a_loader(waiting: Standing) -> str:
 def _helper(standing: Standing) -> str:
     """What the loader's worker does that this rank waits for, or what the thread died of that an idle rank may wait for."""
     look = standing.rank.look
-    if standing.kind == "idle" and (died_of := _thread_died_of(standing.rank)):
+    if standing.kind == "idle" and (died_of := thread_died_of(standing.rank)):
         return f" A thread of it has died of {died_of}."
     if look is None or standing.kind != "loading":
         return ""
@@ -288,9 +318,3 @@ def _helper(standing: Standing) -> str:
             stopped = "stopped (SIGSTOP) " if look.stopped_workers else ""
             return f" The worker is {stopped}in {place.function}, {place.text}."
     return ""
-
-
-def _thread_died_of(rank: Rank) -> str:
-    """What Python last said on stderr of a thread that ended by an exception; "" if none did."""
-    _, died, said = rank.stderr.rpartition("Exception in thread ")
-    return died and next((line for line in said.splitlines()[2:] if line[:1].strip()), "")

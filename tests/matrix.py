@@ -182,6 +182,99 @@ CASES = [
         since_2_13=True,
         says=("Rank 2 never joined all_reduce #4 of group 2", "Rank 3 gave it up after"),
     ),
+    hang(
+        "a rank keeps the lock on a file for which the others wait",
+        """
+        import fcntl, tempfile
+        journal = open(os.path.join(tempfile.gettempdir(), f"journal-{os.getppid()}"), "a")
+        for step in range(5):
+            fcntl.flock(journal, fcntl.LOCK_EX)
+            if not (rank == 2 and step > 1):
+                fcntl.flock(journal, fcntl.LOCK_UN)
+            dist.all_reduce(torch.ones(4))
+        """,
+        2,
+        "skipped_collective",
+        nproc=3,
+        since_2_13=True,
+        says=(
+            "for the lock on a file at line 14: fcntl.flock(journal, fcntl.LOCK_EX), which rank 2 holds; it waits in",
+        ),
+    ),
+    hang(
+        "a rank sleeps with a lock of filelock's for which the others ask again and again",
+        """
+        import tempfile
+        from filelock import FileLock
+        time.sleep(0.3 * rank)
+        with FileLock(os.path.join(tempfile.gettempdir(), f"download-{os.getppid()}")):
+            while rank == 0:
+                time.sleep(1)
+        dist.barrier()
+        """,
+        0,
+        "silent_wait",
+        nproc=3,
+        says=("Ranks 1 and 2 wait for the lock on a file", "which rank 0 holds; it sits at line 16: time.sleep(1)"),
+    ),
+    hang(
+        "a rank without a shard goes on without the marks of files for which the others look",
+        """
+        import tempfile
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        def marked_by_all(step):
+            open(f"{folder[0]}/{step}-{rank}", "w").close()
+            while True:
+                if len([name for name in os.listdir(folder[0]) if name.startswith(f"{step}-")]) == 4:
+                    return
+                time.sleep(0.05)
+        for step in range(3):
+            if step * 4 + rank < 11:
+                marked_by_all(step)
+            dist.all_reduce(torch.ones(1))
+        """,
+        3,
+        "skipped_collective",
+        nproc=4,
+        says=("Ranks 0, 1 and 2 wait at line 19: time.sleep(0.05), for", "rank 3 alone went on without it"),
+    ),
+    hang(
+        "a thread that sets a key of the store fails on one rank",
+        """
+        import threading
+        store = dist.distributed_c10d._get_default_store()
+        def tell(turn):
+            if rank == 2 and turn == 2:
+                raise ValueError("nothing to tell")
+            store.set(f"pace/{turn}/{rank}", "1")
+        for turn in range(4):
+            threading.Thread(target=tell, args=(turn,)).start()
+            dist.all_reduce(torch.ones(4))
+            store.wait([f"pace/{turn}/{each}" for each in range(4)], timedelta(seconds=60))
+        """,
+        2,
+        "store_key_never_set",
+        nproc=4,
+        says=('for the key "pace/2/2" of the store', 'rank 2, who set "pace/1/2" (line 16'),
+    ),
+    hang(
+        "the thread that sends fails on one rank, and both ranks wait",
+        """
+        import threading
+        def give():
+            for row in range(5):
+                if rank == 1 and row == 3:
+                    raise ValueError("row 3 is torn")
+                dist.send(torch.ones(4), 1 - rank)
+        threading.Thread(target=give).start()
+        for row in range(5):
+            dist.recv(torch.ones(4), 1 - rank)
+        dist.barrier()
+        """,
+        1,
+        "unmatched_send_recv",
+    ),
     case(
         "a rank skips a collective of its pair, and every rank catches what it meets then, and leaves with a code",
         """

@@ -132,6 +132,7 @@ def recorded(with_entries: bool) -> dict[str, Any]:
         found["groups_made"], found["groups_asked"] = _groups_made(), _groups_asked
         found["exchanged"] = [{**one, "where": _place([line] if line else [])} for one, line in peers.exchanged()]
         found["keyed"] = [{**one, "where": _place([line])} for one, line in keys.called()]
+        found["set_beside"] = [{**one, "where": _place([line])} for one, line in keys.set_beside()]
         found["awaited"] = keys.awaited()
         call_of = peers.calls()
         found["entries"] = [_entry(entry, i >= without_place, call_of) for i, entry in enumerate(entries)]
