@@ -51,10 +51,12 @@ def _asked_by_filelock(threads: Sequence[Mapping[str, Any]]) -> str:
 
 def polls(source: str, line: int) -> bool:
     """Whether that line of a program sleeps in a `while` that ends once something has come."""
+    lines = source.splitlines()
+    if not 0 < line <= len(lines) or not _SLEEPS.search(lines[line - 1]):
+        return False
     with contextlib.suppress(SyntaxError, ValueError):
-        lines = source.splitlines()
         around = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.While) and _has(n.body, line)]
-        return bool(around) and bool(_SLEEPS.search(lines[line - 1])) and _ends(around[-1])
+        return bool(around) and _ends(around[-1])
     return False
 
 
