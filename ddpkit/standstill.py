@@ -197,11 +197,13 @@ def _among_waiting(
 
 def _keeps_a_lock(missing: Sequence[int], at: Mapping[int, Standing], kind: str) -> Finding | None:
     """The one rank that holds the lock on a file for which all others wait that are missing elsewhere."""
-    locked_by = {n: look.locked_by for n in missing if (look := at[n].rank.look) and look.locked_by in at}
-    at_fault = {holder for holder in locked_by.values() if holder is not None} | ({*missing} - {*locked_by})
-    if not locked_by or len(at_fault) > 1:
+    found = ((n, look.locked_by) for n in missing if (look := at[n].rank.look))
+    locked_by = {n: holder for n, holder in found if holder is not None and holder in at}
+    at_fault = {*missing, *locked_by.values()} - {*locked_by}
+    if not locked_by or len(at_fault) != 1:
         return None
-    (holder,), held_up = at_fault, sorted(locked_by)
+    (holder,) = at_fault
+    held_up = sorted(n for n, by in locked_by.items() if by == holder)
     wait = f"{ranks_said(held_up)} {verb(held_up, 'waits', 'wait')} for the lock on a file{at_line(at[held_up[0]])}"
     return Finding((holder,), f"{wait}, which rank {holder} holds; it {with_line(at[holder])}.", kind)
 

@@ -52,6 +52,8 @@ def evidence(
     exchanged: Sequence[tuple[int, str, int, int]] = (),
     keys_set: Sequence[str] = (),
     awaited: Sequence[str] = (),
+    locked_by: int | None = None,
+    polls: bool = False,
 ) -> None:
     """Write down what a look found: the rank's collectives as (operation, line, size), and its stack at `line`.
 
@@ -59,7 +61,8 @@ def evidence(
     the rank that a `recv` waits for. The last `anew` collectives came after the group was set up anew. The ranks of the
     group are `within`, and of that of the last collective alone `last_within`; none: all ranks. `groups` are
     the groups that the rank is in; `exchanged` are sends and receives as (after how many collectives, operation, line,
-    peer). `keys_set` of a store the rank has set, `awaited` it waits for.
+    peer). `keys_set` of a store the rank has set, `awaited` it waits for; `locked_by` and `polls`
+    are those of the look.
     """
     own = wire.rank_folder(folder, 0, rank)
     group_of = [last_within if last_within and number == len(calls) else within for number in range(1, len(calls) + 1)]
@@ -94,7 +97,7 @@ def evidence(
     wire.write_record(
         own / wire.LOOK,
         {"at_ns": 1, "why": "stall", "state": state, "busy": busy, "silent_s": 9.0, "rss_mib": 1.0, "workers": []}
-        | {"gpu_busy": gpu_busy, "peer": peer},
+        | {"gpu_busy": gpu_busy, "peer": peer, "locked_by": locked_by, "polls": polls},
     )
     inside = "all_reduce" if peer is None else "recv"
     torch = f'  File "/lib/site-packages/torch/distributed/distributed_c10d.py", line 3 in {inside}\n'
@@ -123,6 +126,41 @@ def test_the_rank_that_never_joined_is_named_with_where_it_is(tmp_path: Path) ->
     )
     assert (run.state, run.culprit, run.verdict.kind) == ("hung", 1, "never_joined")
     assert run.verdict.sentence.startswith("Rank 1 never joined all_reduce #3 (line 5: x5()); it computes at line 9")
+
+
+@pytest.mark.parametrize(
+    ("holders", "culprit", "sentence"),
+    [
+        ([None, 2, None], 2, "Rank 1 waits for the lock on a file at line 9 of t.py, which rank 2 holds; it sits at"),
+        ([None, 2, 0], 0, "Rank 2 waits for the lock on a file at line 9 of t.py, which rank 0 holds; it waits in"),
+        ([None, 2, 1], (1, 2), "Ranks 1 and 2 never joined"),
+        ([None, None, None], (1, 2), "Ranks 1 and 2 never joined"),
+    ],
+)
+def test_who_holds_the_lock_for_which_others_wait_is_at_fault(
+    tmp_path: Path, holders: list[int | None], culprit: object, sentence: str
+) -> None:
+    step = [("all_reduce", 5)]
+    idle = {"calls": step * 2, "waits": False, "line": 9}
+    ranks = [{**(idle if n else {"calls": step * 3, "waits": True}), "locked_by": h} for n, h in enumerate(holders)]
+    run = hung(tmp_path, *ranks)
+    assert (run.culprit, run.verdict.kind) == (culprit, "never_joined")
+    assert sentence in run.verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("lines", "culprit"), [((9, 9, 9), 3), ((9, 9, 8), (0, 1, 2)), ((9, 9, None), (0, 1)), ((9, 0, 0), (0, 1, 2))]
+)
+def test_who_goes_on_without_what_most_look_for_at_one_line_is_at_fault(
+    tmp_path: Path, lines: tuple[int | None, ...], culprit: object
+) -> None:
+    """A line of 0: the rank sits there and looks at nothing; None: it waits in the collective."""
+    step = [("all_reduce", 5)]
+    waits: dict[str, Any] = {"calls": step * 3, "waits": True}
+    looks = ({"calls": step * 2, "waits": False, "line": line or 9, "polls": bool(line)} for line in lines)
+    ranks = [waits if line is None else look for line, look in zip(lines, looks, strict=True)]
+    run = hung(tmp_path, *ranks, waits)
+    assert (run.culprit, run.verdict.kind) == (culprit, "never_joined")
 
 
 def test_what_a_rank_meets_as_the_others_are_ended_is_no_part_of_the_standstill(tmp_path: Path) -> None:
