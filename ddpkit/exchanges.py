@@ -376,8 +376,8 @@ def has_turned_round_too_soon(waiting: Mapping[int, Standing]) -> Odd | None:
 
 
 def too_few_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
-    """The rank that went over from receiving of another to sending to it, or the other way round, one message sooner than ever
-    before, while that one has made as many in a row as ever."""
+    """The rank that went over from receiving of another to sending to it, or the other way round, sooner than ever before, while
+    that one waits for the next message of a row such as ever."""
     for number, waiter in waiting.items():
         for left in peers(waiter) if waiter.pairwise else ():
             made = _in_a_row(waiting[left], number) if left in waiting else []
@@ -386,9 +386,10 @@ def too_few_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
                 continue
             theirs = [times for op, times in awaited if op == awaited[-1][0]]
             own = [times for op, times in made if op != awaited[-1][0]]
-            if len(own) > 1 and {*own[:-1], *theirs} == {own[-1] + 1}:
-                usual = theirs[-1]
-                return (left,), f"rank {number} waits for exchange {usual} of {usual} in a row with it, as ever before"
+            usual = {*own[:-1], *theirs[:-1]}
+            if own[:-1] and len(usual) == 1 and own[-1] + 1 == theirs[-1] <= min(usual):
+                of_them = f"exchange {theirs[-1]} of {min(usual)} in a row with it"
+                return (left,), f"rank {number} waits for {of_them}, as ever before"
     return None
 
 

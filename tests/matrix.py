@@ -1160,6 +1160,29 @@ CASES = [
         since_2_13=True,
     ),
     hang(
+        "the first stage of a pipeline cuts its last batch into a part less, and says of each part how long it is",
+        """
+        x = torch.ones(4)
+        for batch in range(3):
+            for _ in range(2 if (rank, batch) == (0, 2) else 3):
+                if rank:
+                    dist.recv(torch.zeros(1), rank - 1)
+                    dist.recv(x, rank - 1)
+                if rank < 2:
+                    dist.send(torch.ones(1), rank + 1)
+                    dist.send(x, rank + 1)
+            if rank < 2:
+                dist.recv(x, rank + 1)
+            if rank:
+                dist.send(x, rank - 1)
+        """,
+        0,
+        "unmatched_send_recv",
+        nproc=3,
+        says=("Rank 0 left the common way: rank 1 waits for exchange 5 of 6 in a row with it",),
+        since_2_13=True,
+    ),
+    hang(
         "a worker swallows a task, and the master waits for an answer of whichever comes first",
         """
         for turn in range(4):
