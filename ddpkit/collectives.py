@@ -228,15 +228,15 @@ def _loop_left(
 ) -> str:
     """The innermost loop that these ranks have come to the end of, and in which the others still are; "" where they may have left
     it otherwise, as by an exception, are in it still, with a thread beside it, may have passed it by this time, or have had as
-    many turns, as where the others are behind by another call."""
+    many turns, as where the others are behind by another call, or have come to it once more, by another loop around it."""
     left = {each for n in inside for each in joined[n].loops} - {each for n in done for each in joined[n].loops}
     elsewhere = any(joined[n].raising for n in done) or len({c.in_thread for c in joined.values()}) > 1
     if elsewhere or not all(left <= {*joined[n].to_the_end} for n in inside):
         return ""
-    loop = next(iter(joined[inside[0]].loops), "")
-    before = ([c for c in in_time(histories[n]) if c.at_ns < now.at_ns][-1:] for n, now in joined.items())
-    from_there = all(loop in call.loops for calls in before for call in calls)
     turn = joined[inside[0]]
+    loop = next(iter(turn.loops), "")
+    before = ([c for c in in_time(histories[n]) if c.at_ns < now.at_ns][-1:] for n, now in joined.items())
+    from_there = all(turn.loops == call.loops[-len(turn.loops) :] for calls in before for call in calls)
     # Of a long training only the last collectives are kept, not from the same one on for all.
     since = max(next(c.seq for c in histories[n] if (c.group, c.setup) == (turn.group, turn.setup)) for n in joined)
     turns = {n: sum(c.call == turn.call and c.seq >= since for c in histories[n]) for n in joined}

@@ -1160,6 +1160,27 @@ CASES = [
         since_2_13=True,
     ),
     hang(
+        "a rank leaves out the broadcasts before the function that all have trained by is called once more",
+        """
+        model = DDP(torch.nn.Linear(4, 1))
+        def train(batches):
+            for batch in batches:
+                model(batch).sum().backward()
+        train([torch.ones(2, 4)] * 3)
+        if rank:
+            for parameter in model.module.parameters():
+                dist.broadcast(parameter.data, 1)
+        for epoch in range(2):
+            train([torch.ones(2, 4)] * 3)
+        """,
+        0,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 0 left the common way at collective #",),
+        options={"stall": 6},
+        since_2_13=True,
+    ),
+    hang(
         "the first stage of a pipeline cuts its last batch into a part less, and says of each part how long it is",
         """
         x = torch.ones(4)
