@@ -489,9 +489,13 @@ print(run.cold_because, zygote._failed)
 
 @pytest.fixture
 def blocked(script: Callable[..., str], warm_process: None) -> ddpkit.Run:
-    """A warm job that hangs in a collective."""
-    run = launch(script(BLOCKED), wait=False)
-    wait_for_line(run, "ready")
+    """A warm job that hangs in a collective. On a full machine a launch that does not wait may come too soon, and is cold."""
+    for _ in range(3):
+        run = launch(script(BLOCKED), wait=False)
+        wait_for_line(run, "ready")
+        if run.warm:
+            break
+        run.stop()
     assert run.warm, run.started
     return run
 
