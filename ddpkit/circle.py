@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .collectives import Collective, outvoted, strayed
+from .collectives import Collective
 from .exchanges import (
     ends_a_chain,
     has_another_partner,
@@ -31,6 +31,7 @@ from .exchanges import (
 from .finding import Finding, Odd, against_most, ranks_said, verb
 from .frames import Frame
 from .joining import of_another_size
+from .parting import outvoted, strayed
 from .standing import (
     Standing,
     at_line,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -30,9 +29,10 @@ from .endings import (
 )
 from .finding import Finding, ranks_said, verb
 from .flags import find_flag, find_nan
+from .late import came_after_all_had_given_up, gave_up_at, had_given_up_before
 from .mismatch import find_parting
 from .records import Failure, Rank
-from .standing import WAITS_FROM_S, at_line, may_wait, same_line, standing, unmoved_s
+from .standing import STILL_FROM_S, at_line, may_wait, same_line, standing, unmoved_s
 from .standstill import find
 
 Culprit = int | tuple[int, ...] | Literal["every rank"] | None
@@ -41,13 +41,8 @@ TIE_NS = 1_000_000
 # Sooner than torchrun looks whether a rank has failed; later the second may have been hurt by the first in ways not known.
 TOGETHER_NS = 100_000_000
 LEAVING_TAKES_NS = 3_000_000_000
-# A rank that waits for less than this, or for less than so many of its own steps, is in the middle of an ordinary one.
-STILL_FROM_S = 2.0
+# A rank that waits for less than so many of its own steps is in the middle of an ordinary one.
 STEPS_MISSED = 2
-
-_WAITED = re.compile(r"Timed out waiting (\d+)ms for (?:recv|send) operation")
-
-_CLOSED_BY_A_TIMEOUT = "Application timeout caused pair closure"
 
 # What may come of another rank's end without a word of it: through a file, a pipe or a queue.
 _MAY_BE_PASSED_ON = {*LEAVES, "EOFError", "Empty", "TimeoutError", "KeyboardInterrupt"}
@@ -233,7 +228,7 @@ def _spoke_within(by_time: Sequence[Rank], until_ns: int) -> Rank | None:
 def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[int, Class]) -> Found:
     """Only consequences were recorded: what was found when the first of them was hurt says whom it waited for."""
     # Who gives up closes its connections, and tells of it a moment later: another rank may have told of their loss by then.
-    hurt_at = {r.rank: _gave_up_at(r) if classes[r.rank] == "gave_up" else failed_at(r) for r in hurt}
+    hurt_at = {r.rank: gave_up_at(r) if classes[r.rank] == "gave_up" else failed_at(r) for r in hurt}
     victim = min(hurt, key=lambda r: hurt_at[r.rank])
     if victim.failure and (named := victim.failure.at_fault):
         return named[0] if len(named) == 1 else named, f"Rank {victim.rank} {deed(victim)}.", "told_by_others"
@@ -241,7 +236,7 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
         return _not_told(ranks, hurt)
     met = MET[classes[victim.rank]]
     where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
-    finding = _had_given_up_before(victim, ranks)
+    finding = had_given_up_before(victim, ranks)
     finding = finding or find(ranks, at_ns=hurt_at[victim.rank] if classes[victim.rank] == "gave_up" else None)
     raised = {rank.rank: earlier for rank in hurt if (earlier := own_before(rank))}
     if len(raised) == 1 and (not finding or finding.ranks in ((), tuple(raised))):
@@ -254,7 +249,7 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
             "own",
         )
     if not (finding and finding.ranks):
-        finding = _came_after_all_had_given_up(victim, ranks) or finding
+        finding = came_after_all_had_given_up(victim, ranks) or finding
     if finding and finding.ranks:
         return _as_found(finding, ranks)
     # A process closes its sockets a moment before it has ended, so the victim may be stamped first.
@@ -284,61 +279,6 @@ def _not_told(ranks: Sequence[Rank], told: Sequence[Rank]) -> Found:
     if len(others) > 1 and any(r.told for r in others):
         return None, f"{sentence}. Which of them failed cannot be told from this.", "unknown"
     return numbers[0] if len(others) == 1 else numbers, f"{sentence}.", "told_by_others"
-
-
-def _came_after_all_had_given_up(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:
-    """The victim itself, where each of the others had come to the collective in which it lost them long before it, and waits
-    there no more: who catches its timeout may save and report first, or leave with exit code 0."""
-    last = standing(victim).collective
-    others = [r for r in ranks if r is not victim and (last is None or not last.ranks or r.rank in last.ranks)]
-    joined = {r.rank: c.at_ns for r in others for c in r.collectives if last and c.key == last.key and c.done}
-    if last is None or last.is_exchange or last.root is not None or len(joined) < max(len(others), 1):
-        return None
-    late_s = (last.at_ns - max(joined.values())) / 1e9
-    if late_s < STILL_FROM_S or not all(_had_gone_on(r, joined[r.rank], victim) for r in others):
-        return None
-    came = f"Rank {victim.rank} came to {last.name}{last.from_line} {late_s:.0f} s after the others"
-    return Finding((victim.rank,), f"{came}, who had given up waiting by then.", "straggler")
-
-
-def _had_gone_on(rank: Rank, joined_ns: int, victim: Rank) -> bool:
-    """Whether this rank, which had joined at `joined_ns`, waited no more when the victim lost it: it did something else, or
-    had left before the victim came, and not at once."""
-    ended_ns = rank.ended_ns or 0
-    if ended_ns > failed_at(victim):
-        return standing(rank).kind in ("busy", "idle")
-    return rank.exitcode == 0 and (ended_ns - joined_ns) / 1e9 >= STILL_FROM_S
-
-
-def _had_given_up_before(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:
-    """Who came too late to a collective that the victim had given up before, and caught that: gloo has closed the connections
-    of that group then, and whatever else is begun in it fails at once, as it says, or as who came late has lost them too."""
-    last = standing(victim).collective
-    if last is None or victim.failure is None:
-        return None
-    closed_by_a_timeout = _CLOSED_BY_A_TIMEOUT in victim.failure.message
-    before = [c for c in victim.collectives if (c.group, c.setup) == (last.group, last.setup) and c.seq < last.seq]
-    for given_up in reversed(before):
-        joined = {r.rank: c.at_ns for r in ranks for c in r.collectives if c.key == given_up.key}
-        waited_s = (given_up.over_ns - given_up.at_ns) / 1e9
-        late = {
-            n: (at_ns - given_up.at_ns) / 1e9
-            for n, at_ns in joined.items()
-            if closed_by_a_timeout or (waited_s >= WAITS_FROM_S and at_ns > given_up.over_ns)
-        }
-        if too_late := tuple(sorted(n for n, seconds in late.items() if seconds >= STILL_FROM_S)):
-            came = f"came to {given_up.name}{given_up.from_line} {max(late.values()):.0f} s after the others"
-            closed = "who had given up waiting by then; what they begin after that in this group fails at once"
-            return Finding(too_late, f"{ranks_said(too_late)} {came}, {closed}.", "straggler")
-    return None
-
-
-def _gave_up_at(rank: Rank) -> int:
-    """When this rank gave up waiting; a program may catch that, write a report, and raise it long after."""
-    waited, said = standing(rank).collective, _WAITED.search(rank.failure.message) if rank.failure else None
-    if said and waited and waited is rank.collectives[-1]:
-        return min(failed_at(rank), waited.at_ns + int(said[1]) * 1_000_000)
-    return failed_at(rank)
 
 
 def _of_an_ended_job(ranks: Sequence[Rank], ending: Ending) -> Found:

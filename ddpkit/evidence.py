@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .catalog import page
-from .culprit import STILL_FROM_S
 from .diagnosis import UNKNOWN, Diagnosis
 from .endings import plain_words
 from .frames import Frame, stack_frames
 from .records import Rank
 from .stable import stable
-from .standing import Standing, standings, unmoved_s
+from .standing import STILL_FROM_S, Standing, standings, unmoved_s
 
 MOST_FRAMES = 60
 _STATES = {

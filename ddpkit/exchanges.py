@@ -6,8 +6,9 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .collectives import Collective, outvoted
+from .collectives import Collective
 from .finding import Odd, ranks_said, verb
+from .parting import outvoted
 from .standing import Standing, missing_in, peers, same_line
 
 # Whether it sends or receives, and the other rank, None where that is whichever sends.

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from .collectives import Collective, unlike
+from .collectives import Collective
 from .endings import LEAVES, common_deed
 from .finding import Finding, ranks_said, verb
 from .mismatch import parted_at
+from .parting import unlike
 from .records import Rank
 
 OBJECT = "object"

@@ -6,9 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .collectives import Collective, Parting, parting
+from .collectives import Collective
 from .finding import Finding, against_most, ranks_said, undecided, verb
 from .frames import Frame
+from .parting import Parting, parting
 from .records import Rank
 from .standing import same_line, standing
 

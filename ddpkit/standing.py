@@ -21,6 +21,8 @@ Kind = Literal["left", "late", "stopped", "waiting", "joining", "loading", "busy
 BUSY_FROM = 0.15
 # A call that was over sooner may have gone on by itself, as with async_op=True.
 WAITS_FROM_S = 1.0
+# A rank that waits for less than this is in the middle of an ordinary step.
+STILL_FROM_S = 2.0
 # Where a program meets a collective that it began earlier; on a GPU that is at any look at a value.
 _AWAITING = re.compile(r"\.(wait|synchronize|item|tolist|cpu|numpy)\(")
 # Waits in C++ that nothing else records: for a send or receive that was begun, and for a key of the store.

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .circle import nobody_is_missing, of_different_roots
-from .collectives import Collective, parting
+from .collectives import Collective
 from .finding import Finding, ranks_said, undecided, verb
 from .frames import stack_frames
 from .joining import making_a_group, met_an_old_address, while_joining
 from .mismatch import parted_at
+from .parting import parting
 from .records import Rank
 from .standing import (
     WAITS_FROM_S,

@@ -36,9 +36,9 @@ def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         keys = [asked] if isinstance(asked, str) else list(map(str, asked))
         where = {"filename": code.co_filename, "line": line, "name": code.co_name}
         (_set_beside if beside else _called).append(({"at_ns": time.time_ns(), "op": op, "keys": keys}, where))
-        if beside:
+        if op == "set":
             return call(*args, **kwargs)
-        _under_way[:] = keys if op != "set" else []
+        _under_way[:] = keys
         try:
             return call(*args, **kwargs)
         finally:

@@ -1,0 +1,69 @@
+"""Says who came to a collective that the others had given up by then, where these fail only as that one comes or goes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from .endings import failed_at
+from .finding import Finding, ranks_said
+from .records import Rank
+from .standing import STILL_FROM_S, WAITS_FROM_S, standing
+
+_WAITED = re.compile(r"Timed out waiting (\d+)ms for (?:recv|send) operation")
+_CLOSED_BY_A_TIMEOUT = "Application timeout caused pair closure"
+
+
+def came_after_all_had_given_up(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:
+    """The victim itself, where each of the others had come to the collective in which it lost them long before it, and waits
+    there no more: who catches its timeout may save and report first, or leave with exit code 0."""
+    last = standing(victim).collective
+    others = [r for r in ranks if r is not victim and (last is None or not last.ranks or r.rank in last.ranks)]
+    joined = {r.rank: c.at_ns for r in others for c in r.collectives if last and c.key == last.key and c.done}
+    if last is None or last.is_exchange or last.root is not None or len(joined) < max(len(others), 1):
+        return None
+    late_s = (last.at_ns - max(joined.values())) / 1e9
+    if late_s < STILL_FROM_S or not all(_had_gone_on(r, joined[r.rank], victim) for r in others):
+        return None
+    came = f"Rank {victim.rank} came to {last.name}{last.from_line} {late_s:.0f} s after the others"
+    return Finding((victim.rank,), f"{came}, who had given up waiting by then.", "straggler")
+
+
+def _had_gone_on(rank: Rank, joined_ns: int, victim: Rank) -> bool:
+    """Whether this rank, which had joined at `joined_ns`, waited no more when the victim lost it: it did something else, or
+    had left before the victim came, and not at once."""
+    ended_ns = rank.ended_ns or 0
+    if ended_ns > failed_at(victim):
+        return standing(rank).kind in ("busy", "idle")
+    return rank.exitcode == 0 and (ended_ns - joined_ns) / 1e9 >= STILL_FROM_S
+
+
+def had_given_up_before(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:
+    """Who came too late to a collective that the victim had given up before, and caught that: gloo has closed the connections
+    of that group then, and whatever else is begun in it fails at once, as it says, or as who came late has lost them too."""
+    last = standing(victim).collective
+    if last is None or victim.failure is None:
+        return None
+    closed_by_a_timeout = _CLOSED_BY_A_TIMEOUT in victim.failure.message
+    before = [c for c in victim.collectives if (c.group, c.setup) == (last.group, last.setup) and c.seq < last.seq]
+    for given_up in reversed(before):
+        joined = {r.rank: c.at_ns for r in ranks for c in r.collectives if c.key == given_up.key}
+        waited_s = (given_up.over_ns - given_up.at_ns) / 1e9
+        late = {
+            n: (at_ns - given_up.at_ns) / 1e9
+            for n, at_ns in joined.items()
+            if closed_by_a_timeout or (waited_s >= WAITS_FROM_S and at_ns > given_up.over_ns)
+        }
+        if too_late := tuple(sorted(n for n, seconds in late.items() if seconds >= STILL_FROM_S)):
+            came = f"came to {given_up.name}{given_up.from_line} {max(late.values()):.0f} s after the others"
+            closed = "who had given up waiting by then; what they begin after that in this group fails at once"
+            return Finding(too_late, f"{ranks_said(too_late)} {came}, {closed}.", "straggler")
+    return None
+
+
+def gave_up_at(rank: Rank) -> int:
+    """When this rank gave up waiting; a program may catch that, write a report, and raise it long after."""
+    waited, said = standing(rank).collective, _WAITED.search(rank.failure.message) if rank.failure else None
+    if said and waited and waited is rank.collectives[-1]:
+        return min(failed_at(rank), waited.at_ns + int(said[1]) * 1_000_000)
+    return failed_at(rank)
