@@ -22,6 +22,8 @@ from .exchanges import (
     has_turned_round_too_soon,
     of_another_tag,
     of_any,
+    on_one_side,
+    one_too_many_in_a_row,
     out_of_an_exchange,
     out_of_step,
     too_few_in_a_row,
@@ -40,6 +42,7 @@ from .standing import (
     instead,
     is_at_a_key,
     is_exchanging,
+    line_unsaid,
     missing_in,
     peers,
     same_line,
@@ -127,11 +130,9 @@ def nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing
     if known := left_unset(waiting, at) or _outside_its_group(waiting, at):
         return known
     if beside := _beside_the_others(waiting, at):
-        first = waiting[beside[0]]
         rest = {n: s for n, s in waiting.items() if n not in beside}
-        joined = whom_it_waits_for(next(iter(rest.values())))
-        sentence = f"{ranks_said(beside)} never joined {joined}; {instead(first, beside)}. {who_waits_there(rest)}"
-        return Finding(beside, sentence, "no_key" if all(is_at_a_key(waiting[n]) for n in beside) else "never_joined")
+        kind = "no_key" if all(is_at_a_key(waiting[n]) for n in beside) else "never_joined"
+        return Finding(beside, _never_joined(beside, rest, waiting), kind)
     if (setter := _only_one_to_set_a_key(waiting, at)) is not None:
         for_it = {n: s for n, s in waiting.items() if n != setter}
         key = for_a_key(list(for_it.values())) or " for a key of the store"
@@ -149,34 +150,61 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
         "All ranks wait" if len(waiting) == len(at) else ranks_said(sorted(waiting)) + verb(waiting, " waits", " wait")
     )
     each_other = len(waiting) == len(at) or (known and len(waiting) > 1)
-    opening = f"{who} for each other" if each_other else f"{who}, for whom cannot be told"
-    histories = {n: s.rank.calls for n, s in at.items()} if each_other and known else {}
+    opening = f"{who} for each other: {said}." if each_other else f"{who}, for whom cannot be told: {said}."
+    ranks, how = _left_the_way(waiting, at, {n: s.rank.calls for n, s in at.items()} if each_other and known else {})
+    if not ranks and (on_one_side(waiting, at) or _each_in_another_group(waiting, at)):
+        return Finding(tuple(waiting), f"{opening} Each does the same, and none meets another.", "all_waiting")
+    if not ranks:
+        return Finding((), f"{opening} Who is at fault cannot be told from this.", "all_waiting")
+    if any(map(is_at_a_key, waiting.values())):
+        kind = "no_key"
+    elif any(map(is_exchanging, waiting.values())):
+        kind = "unmatched"
+    elif for_them := _that_they_have_gone_past(ranks, waiting, at):
+        kind, opening = "never_joined", _never_joined(ranks, for_them, at)
+    else:
+        kind = "mismatch"
+    return Finding(ranks, f"{opening} {ranks_said(ranks)} left the common way: {how}.", kind)
+
+
+def _left_the_way(
+    waiting: Mapping[int, Standing], at: Mapping[int, Standing], histories: Mapping[int, Sequence[Collective]]
+) -> Odd:
+    """Who did otherwise than the others, or than in earlier steps, and how; no ranks where nobody is seen to have."""
     odd = _odd_among_alike(histories, at) or without_an_exchange(waiting)
     odd = () if any(ends_a_chain(n, waiting) for n in odd) else odd
     odd = _in_another_group(waiting, at) or odd or with_one_more(waiting, at)
     found = (odd, BY_MOST) if odd else _across_the_groups(at) or has_another_partner(waiting)
     found = found or has_broken_the_pairs(waiting)
     found = found or of_another_tag(waiting) or out_of_an_exchange(waiting, at)
-    found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
+    found = found or too_few_in_a_row(waiting)
+    found = found or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
     found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)
     found = found or has_turned_round_too_soon(waiting)
     found = found or _left_its_group(waiting, at) or _lost_a_thread(at) or _went_astray(histories)
+    found = found or one_too_many_in_a_row(waiting)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
-    found = found or _alone_at_its_line(waiting) or (out_of_step(waiting, at), BY_MOST)
-    if found[0]:
-        ranks, how = found
-        kind = "never_joined" if _has_gone_past(ranks, waiting, at) else "mismatch"
-        kind = "no_key" if at_a_key else "unmatched" if any(map(is_exchanging, waiting.values())) else kind
-        return Finding(ranks, f"{opening}: {said}. {ranks_said(ranks)} left the common way: {how}.", kind)
-    return Finding((), f"{opening}: {said}. Who is at fault cannot be told from this.", "all_waiting")
+    return found or _alone_at_its_line(waiting) or (out_of_step(waiting, at), BY_MOST)
 
 
-def _has_gone_past(ranks: Sequence[int], waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> bool:
-    """Whether others wait for just these ranks in one collective, while these are with others in one of another group."""
-    missed = any(s.collective and missing_in(s, at, None) == sorted(ranks) for s in waiting.values())
-    joined = {s.collective.key for n, s in waiting.items() if s.collective and n not in ranks}
-    return missed and all((own := waiting[n].collective) and own.key in joined for n in ranks if n in waiting)
+def _never_joined(ranks: Sequence[int], for_them: Mapping[int, Standing], at: Mapping[int, Standing]) -> str:
+    """`Rank 1 never joined all_reduce #2; it waits in barrier #3 at line 9. Rank 0 waits there.`"""
+    first = at[ranks[0]]
+    never = f"{ranks_said(ranks)} never joined {whom_it_waits_for(next(iter(for_them.values())))}"
+    return f"{never}; {instead(first, ranks)}{line_unsaid(first)}. {who_waits_there(for_them)}"
+
+
+def _that_they_have_gone_past(
+    ranks: Sequence[int], waiting: Mapping[int, Standing], at: Mapping[int, Standing]
+) -> dict[int, Standing]:
+    """Those who wait for just these ranks in a collective, while these are in one of another group: with others, or by another
+    call than any of them."""
+    for_them = {n: s for n, s in waiting.items() if s.collective and missing_in(s, at, None) == sorted(ranks)}
+    others = [s.collective for n, s in waiting.items() if s.collective and n not in ranks]
+    joined, calls, groups = {c.key for c in others}, {c.call for c in others}, {c.group for c in others}
+    own = [s.collective for n, s in waiting.items() if n in ranks]
+    return for_them if all(c and (c.key in joined or not (c.call in calls or c.group in groups)) for c in own) else {}
 
 
 def _left_its_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
@@ -232,9 +260,10 @@ def _beside_the_others(waiting: Mapping[int, Standing], at: Mapping[int, Standin
 
 
 def _only_one_to_set_a_key(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> int | None:
-    """The rank that waits in a collective while all others, who are more than one, wait for a key of the store."""
+    """The rank that waits in a collective while all others, who are more than one, wait for one key of the store."""
     not_at_it = [n for n, s in waiting.items() if s.collective or not is_at_a_key(s)]
-    return not_at_it[0] if len(not_at_it) == 1 and len(waiting) == len(at) > 2 else None
+    wanted = {s.rank.awaited for n, s in waiting.items() if n not in not_at_it}
+    return not_at_it[0] if len(not_at_it) == len(wanted) == 1 and len(waiting) == len(at) > 2 else None
 
 
 def _in_another_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
@@ -244,6 +273,14 @@ def _in_another_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing
         return ()
     group, most = Counter(c.group for c in joined.values()).most_common(1)[0]
     return tuple(n for n, c in sorted(joined.items()) if c.group != group) if 2 * most > len(at) else ()
+
+
+def _each_in_another_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> bool:
+    """Whether all ranks, three or more, wait in one call of the program, each in a group of its own: as where each has its own
+    order of the groups."""
+    joined = [s.collective for s in waiting.values() if s.collective]
+    everyone = len(joined) == len(at) > 2
+    return everyone and len({c.call for c in joined}) == 1 and len({c.group for c in joined}) == len(joined)
 
 
 def _outside_its_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Finding | None:

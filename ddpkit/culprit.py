@@ -24,6 +24,7 @@ from .endings import (
     deed,
     failed_at,
     own_before,
+    sent_by,
     tells_of_another,
     words_for,
 )
@@ -78,6 +79,8 @@ def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
     at_fault = _as_ranks(culprit, ranks)
     words = {r.rank: words_for(r, classes[r.rank], ending, kind, r.rank in at_fault) for r in ranks}
     roles = {r.rank: "culprit" if r.rank in at_fault else _ROLES[classes[r.rank]] for r in ranks}
+    if kind == "sent_a_signal":
+        roles |= {r.rank: "consequence" for r in own if r.rank not in at_fault}
     return Verdict(culprit, sentence, kind, words, roles)
 
 
@@ -98,7 +101,7 @@ _ROLES: dict[Class, str] = {
 def _find(ranks: Sequence[Rank], classes: Mapping[int, Class], ending: Ending) -> Found:
     of = {kind: [r for r in ranks if classes[r.rank] == kind] for kind in _ROLES}
     if of["own"]:
-        return _among_own(of["own"], len(ranks))
+        return _sent_a_signal(of["own"], ranks) or _among_own(of["own"], len(ranks))
     if of["parted"]:
         return _as_found(find_parting(ranks), ranks)
     if ending.reason:
@@ -168,6 +171,13 @@ def _as_found(finding: Finding, ranks: Sequence[Rank], more: str = "") -> Found:
     elif numbers:
         culprit = "every rank" if len(numbers) == len(ranks) else numbers
     return culprit, f"{finding.sentence} {more}".strip(), finding.kind
+
+
+def _sent_a_signal(own: Sequence[Rank], ranks: Sequence[Rank]) -> Found | None:
+    """The rank that ended by a signal the first one to fail."""
+    first = min(own, key=failed_at)
+    sent = sent_by(first, first.signal or "", ranks)
+    return sent and (sent[0], f"Rank {sent[0]} sent {first.signal} to rank {first.rank}{sent[1]}.", "sent_a_signal")
 
 
 def _among_own(own: Sequence[Rank], world_size: int) -> Found:

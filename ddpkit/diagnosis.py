@@ -162,6 +162,8 @@ def diagnose(ranks: Sequence[Rank], verdict: Verdict, torchrun_log: str = "") ->
     if not at_fault and kind in _TORCHRUN_KNOWS:
         asked.append(_Words(None, "torchrun", wire.AGENT_LOG, 1, "", torchrun_log, 99))
     died = [r for r in suspects if verdict.roles.get(r.rank) != "consequence"]
+    if kind == "sent_a_signal":
+        asked, died = [], [r for r in ranks if r not in at_fault and not r.told]
     unhurt = {r.rank for r in suspects if kind in _STANDSTILLS and r.failure is None}
     matches = [*_by_text(asked, unhurt), *_by_signal(died), *_by_verdict(kind, suspects, bool(at_fault))]
     best = min(matches, key=lambda m: (m.weight, m.words.distance if m.words else 0, m.page.name), default=None)
@@ -258,7 +260,8 @@ def _by_signal(suspects: Sequence[Rank]) -> list[_Match]:
     return [
         _Match(each, signature, BY_SIGNAL, None, (_died(rank),))
         for rank in suspects
-        if rank.signal and not rank.told
+        # By KeyboardInterrupt Python ends itself with SIGINT.
+        if rank.signal and not rank.told and not (rank.failure and rank.failure.type == "KeyboardInterrupt")
         for each in pages()
         for signature in each.signatures
         if signature.signal == rank.signal.partition("+")[0]
@@ -336,6 +339,10 @@ def _failure_words(rank: Rank) -> list[_Words]:
     if rank.failure.type == rank.signal:
         return []
     said = [(rank.failure.type, rank.failure.message), *rank.failure.chain]
+    where = rank.failure.where
+    if said[0] == ("KeyboardInterrupt", "") and where and where.source.startswith("raise"):
+        # What Ctrl-C raises comes at whatever line the program is.
+        said[0] = ("KeyboardInterrupt", "raised by the program")
     return [
         _Words(rank.rank, "failure", file, 1, kind, f"{kind}: {text}" if text else kind, distance)
         for distance, (kind, text) in enumerate(said)

@@ -144,6 +144,15 @@ def own_before(rank: Rank) -> str:
     return stable(next(own, "")).strip()
 
 
+def sent_by(rank: Rank, name: str, ranks: Sequence[Rank]) -> tuple[int, str] | None:
+    """The rank that sent this one the signal `name`, and ` (line 7: os.kill(pid, 9))`; None where no other is known to have."""
+    for other in ranks:
+        if other is not rank and (rank.pid, name) in other.signals_sent:
+            where = other.signals_sent[rank.pid, name]
+            return other.rank, f" ({where.text})" if where else ""
+    return None
+
+
 def failed_at(rank: Rank) -> int:
     return rank.failure.at_ns if rank.failure else rank.ended_ns or 0
 

@@ -69,7 +69,20 @@ def out_of_an_exchange(waiting: Mapping[int, Standing], at: Mapping[int, Standin
         if len(peers(waiter)) > 1 and set(peers(waiter)) <= set(there):
             met = " and ".join(map(str, peers(waiter)))
             return (number,), f"it waits to exchange with ranks {met}, and none of them with it"
+        if more := _more_than_all_others(number, waiting):
+            return (number,), more
     return _left_an_exchange(there, exchanging, waiting, at)
+
+
+def _more_than_all_others(number: int, waiting: Mapping[int, Standing]) -> str:
+    """How many exchanges rank `number` has begun since the collective before, if all others have sent and received alike since
+    theirs, and fewer than it; "" where they have not."""
+    made = {n: Counter(op for op, _other in _last_round(s)) for n, s in waiting.items()}
+    usual, *others = [ops for n, ops in made.items() if n != number]
+    own = made[number]
+    if not usual or any(ops != usual for ops in others) or not (usual < own and usual.keys() == own.keys()):
+        return ""
+    return f"it has begun {own.total()} exchanges since the collective before, and each of the others {usual.total()}"
 
 
 def of_another_tag(waiting: Mapping[int, Standing]) -> Odd | None:
@@ -392,6 +405,35 @@ def too_few_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
                 of_them = f"exchange {theirs[-1]} of {min(usual)} in a row with it"
                 return (left,), f"rank {number} waits for {of_them}, as ever before"
     return None
+
+
+def one_too_many_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
+    """The rank that waits for one more message in a row of another, or to send it one more, than in every row before, where that
+    one has made as many as ever, and is in a collective."""
+    for number, waiter in waiting.items():
+        for peer in peers(waiter) if waiter.pairwise else ():
+            made = _in_a_row(waiting[peer], number) if peer in waiting and not waiting[peer].pairwise else []
+            *before, (_op, times) = _in_a_row(waiter, peer) or [("", 0)]
+            usual = {n for _op, n in (*before, *made)}
+            if len(before) > 1 and usual == {times - 1}:
+                return (number,), f"it waits for exchange {times} in a row with rank {peer}, one more than ever before"
+    return None
+
+
+def on_one_side(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> bool:
+    """Whether each rank waits to send to one that waits to send at the same line, or all so to receive, after as many sends and
+    receives: then nobody alone is at fault."""
+    last = {n: s.rank.calls[-1] for n, s in waiting.items() if s.pairwise and s.rank.calls}
+    if not len(last) == len(waiting) == len(at):
+        return False
+    for number, call in last.items():
+        partner = last.get(call.ranks[0]) if call.ranks else None
+        if partner is None or partner.call != call.call:
+            return False
+        made, theirs = (Counter(c.op for c in at[n].rank.calls) for n in (number, call.ranks[0]))
+        if made != theirs:
+            return False
+    return True
 
 
 def _in_a_row(standing: Standing, peer: int) -> list[tuple[str, int]]:

@@ -25,8 +25,11 @@ def undecided(opening: str, kind: str) -> Finding:
 
 
 def against_most(by_rank: Mapping[int, object], opening: str, kind: str, whom: str = "the others") -> Finding:
-    """The ranks that have something else than most have; undecided where no one thing is had by most."""
+    """The ranks that have something else than most have; undecided where no one thing is had by most, but all of three ranks or
+    more where no two have the same."""
     (usual, most), *rest = Counter(by_rank.values()).most_common()
+    if most == 1 and len(by_rank) > 2:
+        return Finding(tuple(sorted(by_rank)), f"{opening} No two of the ranks agree.", kind)
     if rest and rest[0][1] == most:
         return undecided(opening, kind)
     odd = tuple(sorted(rank for rank, has in by_rank.items() if has != usual))

@@ -44,6 +44,11 @@ class Frame:
     own: bool = True
 
     @property
+    def name(self) -> str:
+        """The function's own name, without that of its class, which a traceback does not tell."""
+        return self.function.rpartition(".")[2]
+
+    @property
     def text(self) -> str:
         """As the text forms quote it: `line 19: loss = net(x).mean()`, line counted as the cell or script counts."""
         return (
@@ -71,7 +76,7 @@ def stack_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
     training = [each for each in others if _trains(each)]
     # Of several that do something else, none is known to be the one that is waited for; nor is the only one, a heartbeat say,
     # where it is not the end of a thread that is waited for.
-    only = others if len(others) == 1 and any(f.function.rpartition(".")[2] in _FOR_ITS_END for f in frames) else ()
+    only = others if len(others) == 1 and any(f.name in _FOR_ITS_END for f in frames) else ()
     return next(iter(training or only), frames)
 
 

@@ -1,4 +1,4 @@
-"""Says who came to a collective that the others had given up by then, where these fail only as that one comes or goes on."""
+"""Says who was too late for a collective: came to it when the others had given it up, or was still on its way by then."""
 
 from __future__ import annotations
 
@@ -7,11 +7,37 @@ from collections.abc import Sequence
 
 from .endings import failed_at
 from .finding import Finding, ranks_said
+from .frames import Frame
 from .records import Rank
-from .standing import STILL_FROM_S, WAITS_FROM_S, standing
+from .standing import STILL_FROM_S, WAITS_FROM_S, Standing, standing
 
+_SLEEPS = re.compile(r"\bsleep\(")
 _WAITED = re.compile(r"Timed out waiting (\d+)ms for (?:recv|send) operation")
 _CLOSED_BY_A_TIMEOUT = "Application timeout caused pair closure"
+
+
+def on_its_way(late: Standing, waiter: Standing) -> bool:
+    """Whether this rank computed, slept or was at the disk, with no exception to deal with, and would have come to the call in
+    which `waiter` waited: by their lines in the innermost function that both are in, it was before that call, or still in an
+    earlier turn of a loop of which each turn comes to it."""
+    look, call, place = late.rank.look, waiter.collective, late.place
+    sleeps = late.kind == "idle" and place is not None and bool(_SLEEPS.search(place.source))
+    if look is None or look.polls or not (late.kind == "busy" or late.at_disk or sleeps):
+        return False
+    if call is None or call.only_if or late.rank.handling:
+        return False
+    for here, there in zip(_own_frames(late.rank), _own_frames(waiter.rank), strict=False):
+        if (here.file, here.name) != (there.file, there.name):
+            return False
+        if here.line != there.line:
+            return here.line < there.line or not {*call.every_turn}.isdisjoint(look.loops)
+    return True
+
+
+def _own_frames(rank: Rank) -> list[Frame]:
+    """The user's own lines that it is in, or failed in, the outermost first."""
+    frames = rank.failure.frames if rank.failure else reversed(rank.stack_frames)
+    return [frame for frame in frames if frame.own]
 
 
 def came_after_all_had_given_up(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from .process import handles, signal_rank
 from .records import Rank, sources
 
 WITHIN_S = 1.2
+# Who lets go of the GIL answers in a moment; on a full machine in seconds.
+ANSWERS_WITHIN_S = 6.0
 SPY_WITHIN_S = 2.5
 # py-spy reads the symbols of all of torch for it: half a second, and several on a machine that has other work.
 SPY_NATIVE_WITHIN_S = 10.0
@@ -56,7 +58,7 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
             _write(rank.folder / wire.STACK, "\n".join(_as_faulthandler_writes(thread) for thread in threads))
     unseen = [rank for rank in awake if rank.pid not in spied]
     gather_stacks([rank for rank in unseen if not rank.joining or (rank.folder / wire.ASK).exists()])
-    gather_collectives(awake)
+    gather_collectives(awake, [rank.rank for rank in awake if rank.failure or _has_the_gil(rank, spied)])
     for rank in living:
         path = rank.folder / wire.STACK
         _write(path, with_sources(_text(path), sources(rank.folder.parents[2])))
@@ -76,11 +78,11 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
             "peer": _named_in(spied.get(rank.pid or 0, []), _PEERS),
             "root": _named_in(spied.get(rank.pid or 0, []), _ROOTS),
             "group_root": _named_in(spied.get(rank.pid or 0, []), _GROUP_ROOTS),
-            "inside": _inside(rank.pid or 0) if _holds_the_gil(rank, spied, states) else [],
+            "inside": _inside(rank.pid or 0) if _sleeps_with_the_gil(rank, spied, states) else [],
             "dead_workers": children.count(psutil.STATUS_ZOMBIE),
             "stopped_workers": children.count(psutil.STATUS_STOPPED),
             "locked_by": rank_of.get(locked_by.get(rank.pid or 0)),
-            "polls": _polls(rank),
+            **_around(rank),
         }
         with contextlib.suppress(OSError):
             wire.write_record(rank.folder / wire.LOOK, record)
@@ -128,13 +130,18 @@ def gather_stacks(ranks: Sequence[Rank]) -> None:
         time.sleep(0.01)
 
 
-def gather_collectives(ranks: Sequence[Rank]) -> None:
-    """Have every living rank write down its collectives, and wait until they are there; one that holds the GIL cannot."""
+def gather_collectives(ranks: Sequence[Rank], unable: Collection[int]) -> None:
+    """Have every living rank write down its collectives, and wait until they are there; not for long for the ranks that may be
+    `unable` to, as one that has the GIL, or is on its way out."""
     before = {rank.rank: _collectives_written(rank) for rank in ranks}
-    asked = [rank for rank in ranks if ask(rank, wire.ASK_ENTRIES)]
-    until = time.monotonic() + WITHIN_S
-    while any(_collectives_written(rank) == before[rank.rank] for rank in asked) and time.monotonic() < until:
+    waited_for = [rank for rank in ranks if ask(rank, wire.ASK_ENTRIES)]
+    began = time.monotonic()
+    while waited_for:
         time.sleep(0.01)
+        waited_s = time.monotonic() - began
+        still = [rank for rank in waited_for if _collectives_written(rank) == before[rank.rank]]
+        still = [rank for rank in still if waited_s < (WITHIN_S if rank.rank in unable else ANSWERS_WITHIN_S)]
+        waited_for = [rank for rank in still if _state(rank.pid or 0) not in ("gone", psutil.STATUS_ZOMBIE)]
 
 
 def _collectives_written(rank: Rank) -> tuple[int, ...]:
@@ -145,10 +152,15 @@ def _collectives_written(rank: Rank) -> tuple[int, ...]:
 Thread = Mapping[str, Any]
 
 
-def _holds_the_gil(rank: Rank, spied: Mapping[int, Sequence[Thread]], states: Mapping[int, str]) -> bool:
-    """Whether the rank's main thread sleeps and lets no other thread run Python."""
+def _has_the_gil(rank: Rank, spied: Mapping[int, Sequence[Thread]]) -> bool:
+    """Whether the rank's main thread was seen with the GIL, or could not be seen."""
     threads = spied.get(rank.pid or 0, [])
-    return bool(threads) and threads[0].get("owns_gil") is True and states[rank.rank] == psutil.STATUS_SLEEPING
+    return not threads or threads[0].get("owns_gil") is True
+
+
+def _sleeps_with_the_gil(rank: Rank, spied: Mapping[int, Sequence[Thread]], states: Mapping[int, str]) -> bool:
+    """Whether the rank's main thread sleeps and lets no other thread run Python."""
+    return rank.pid in spied and _has_the_gil(rank, spied) and states[rank.rank] == psutil.STATUS_SLEEPING
 
 
 def _inside(pid: int) -> list[str]:
@@ -166,11 +178,15 @@ def _inside(pid: int) -> list[str]:
     return [name for frame in called if not (name := re.split("[(<]", frame["name"])[0]).startswith("0x")]
 
 
-def _polls(rank: Rank) -> bool:
-    """Whether the rank's own line looks at something again and again, and sleeps in between."""
+def _around(rank: Rank) -> dict[str, Any]:
+    """Whether the rank's own line looks at something again and again, and sleeps in between; and the loops it is in."""
     cells = sources(rank.folder.parents[2])
-    own = next((frame for frame in stack_frames(_text(rank.folder / wire.STACK), cells) if frame.own), None)
-    return own is not None and outside.polls(cells.get(own.file) or _text(Path(own.file)), own.line)
+    own = [frame for frame in stack_frames(_text(rank.folder / wire.STACK), cells) if frame.own]
+    programs = [(cells.get(frame.file) or _text(Path(frame.file)), frame) for frame in own]
+    return {
+        "polls": any(outside.polls(source, frame.line) for source, frame in programs[:1]),
+        "loops": [f"{frame.file}:{line}" for source, frame in programs for line in outside.loops(source, frame.line)],
+    }
 
 
 def _spy() -> list[str]:

@@ -1,5 +1,5 @@
-"""Sees what a rank waits for outside of torch.distributed: a lock on a file that another process holds, or whatever it is at
-which a loop looks again and again."""
+"""Sees what a rank does outside of torch.distributed: whether it waits for a lock on a file that another process holds, or looks
+at something again and again, and in which loops it is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,20 @@ def polls(source: str, line: int) -> bool:
     lines = source.splitlines()
     if not 0 < line <= len(lines) or not _SLEEPS.search(lines[line - 1]):
         return False
+    around = [n for n in _loops(source) if isinstance(n, ast.While) and _has(n.body, line)]
+    return bool(around) and _ends(around[-1])
+
+
+def loops(source: str, line: int) -> list[int]:
+    """The first lines of the loops around that line of a program."""
+    return [n.lineno for n in _loops(source) if _has(n.body, line)]
+
+
+@cache
+def _loops(source: str) -> tuple[ast.For | ast.While, ...]:
     with contextlib.suppress(SyntaxError, ValueError):
-        around = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.While) and _has(n.body, line)]
-        return bool(around) and _ends(around[-1])
-    return False
+        return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For | ast.While))
+    return ()
 
 
 def _has(body: Iterable[ast.stmt], line: int) -> bool:
@@ -65,5 +76,10 @@ def _has(body: Iterable[ast.stmt], line: int) -> bool:
 
 
 def _ends(loop: ast.While) -> bool:
-    """Whether a `while` ends by itself: its condition may turn false, or it is left from within."""
-    return not isinstance(loop.test, ast.Constant) or any(isinstance(n, ast.Break | ast.Return) for n in ast.walk(loop))
+    """Whether a `while` ends once something has come: it is left from within, or its condition may turn false other than by what
+    the loop itself counts up or down."""
+    if any(isinstance(n, ast.Break | ast.Return) for n in ast.walk(loop)):
+        return True
+    counted = {ast.unparse(n.target) for n in ast.walk(loop) if isinstance(n, ast.AugAssign)}
+    only_counts = isinstance(loop.test, ast.Compare) and any(ast.unparse(n) in counted for n in ast.walk(loop.test))
+    return not only_counts and not isinstance(loop.test, ast.Constant)

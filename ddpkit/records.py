@@ -60,7 +60,8 @@ class Look:
     DataLoader workers by pid, `dead_workers` and `stopped_workers` how many have died and how many are stopped; `peer` is the
     rank that a blocking send or receive waits for, `root` the rank that it takes for the source or destination of the
     collective it is in. `inside` are the C++ functions in which it sleeps with the GIL, innermost first. `locked_by` is the
-    rank that holds the lock on a file for which it waits; `polls`, whether it sleeps in a loop that looks at something.
+    rank that holds the lock on a file for which it waits; `polls`, whether it sleeps in a loop that looks at something;
+    `loops` are those around its own lines, as `file:line`.
     """
 
     at_ns: int
@@ -79,6 +80,7 @@ class Look:
     inside: tuple[str, ...] = ()
     locked_by: int | None = None
     polls: bool = False
+    loops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,8 @@ class Rank:
         if record is None:
             return None
         workers = tuple((pid, stack) for pid, stack in record["workers"])
-        return Look(**{**record, "workers": workers, "inside": tuple(record.get("inside", ()))})
+        several = {name: tuple(record.get(name, ())) for name in ("inside", "loops")}
+        return Look(**{**record, "workers": workers, **several})
 
     @cached_property
     def joining(self) -> Joining | None:
@@ -240,6 +243,23 @@ class Rank:
             self.failure is not None and last is not None and last.op != "set" and last.where == self.failure.where
         )
         return tuple(found["keyed"][-1]["keys"] if failed_there else found.get("awaited", ()))
+
+    @cached_property
+    def signals_sent(self) -> dict[tuple[int | None, str], Frame | None]:
+        """By process and name the signals that the program sent by `os.kill`, each with the line that it was sent from."""
+        sent = (wire.read_record(self.folder / wire.SENT) or {}).get("sent", ())
+        return {(s["pid"], s["signal"]): Frame(**s["where"]) if s["where"] else None for s in sent}
+
+    @cached_property
+    def handling(self) -> str:
+        """`ValueError: boom (line 7: raise ValueError("boom"))`: what it handled when it was looked at; "" where nothing that
+        matters, or where that is not known."""
+        record = wire.read_record(self.folder / wire.COLLECTIVES_ASKED) if self.failure is None else None
+        handled = (record or {}).get("handling")
+        if not handled or handled["type"] in ("StopIteration", "Empty"):
+            return ""
+        said = f"{handled['type']}: {shortened(stable(handled['message']))}".rstrip(": ")
+        return f"{said} ({Frame(**handled['where']).text})" if handled["where"] else said
 
     @property
     def collective(self) -> Collective | None:

@@ -13,9 +13,11 @@ from dataclasses import replace
 
 from .circle import nobody_is_missing, of_different_roots
 from .collectives import Collective
+from .endings import sent_by
 from .finding import Finding, ranks_said, undecided, verb
 from .frames import stack_frames
 from .joining import making_a_group, met_an_old_address, while_joining
+from .late import on_its_way
 from .mismatch import parted_at
 from .parting import parting
 from .records import Rank
@@ -48,12 +50,21 @@ def find(ranks: Sequence[Rank], live: bool = False, at_ns: int | None = None) ->
 
     With `live` the job may still go on by itself.
     """
+    found = _find(ranks, live, at_ns)
+    handling = {r.rank: r.handling for r in ranks if r.handling and found and r.rank in found.ranks}
+    if not found or not handling:
+        return found
+    number, handled = next(iter(handling.items()))
+    return replace(found, sentence=f"{found.sentence} Rank {number} is handling {handled}.")
+
+
+def _find(ranks: Sequence[Rank], live: bool, at_ns: int | None) -> Finding | None:
     at = standings(ranks, at_ns)
     if not any(rank.look or rank.failure for rank in ranks):
         return None
     stopped = [s for s in at.values() if s.kind == "stopped"]
     if stopped:
-        return _blamed(stopped, at, "stopped_process")
+        return _stopped(stopped, at)
     if missed := _named_by_a_barrier(ranks):
         named, group = missed
         return _missed_a_barrier(named, {n: at[n] for n in group})
@@ -146,6 +157,9 @@ def _given_up_before(waiting: Mapping[int, Standing], at: Mapping[int, Standing]
         if waits_in is None or waits_in.group == call.group:
             continue
         together = {n for n, s in waiting.items() if s.collective and _is_alike(s.collective, waits_in)}
+        if together <= {*call.ranks} or number in missing_in(at[missing[0]], at, None):
+            # They wait for the one that gave up as well, and may have gone on as they should.
+            continue
         # Of a long training only the last collectives are kept.
         recorded = all(at[n].rank.collectives[0].at_ns <= call.at_ns for n in missing if n in together)
         if {*missing} <= together and number not in together and 2 * len(together) > len(at) and recorded:
@@ -192,6 +206,8 @@ def _among_waiting(
     kind = kinds.get(first.kind) or kind_of_wait(waiting[nearest])
     if first.kind == "late":
         joined, does = "came too late to", "the others had given up by then"
+    elif at_ns and all(on_its_way(at[n], waiting[nearest]) for n in ranks):
+        kind, joined, what = "straggler", "had not come to", f"{what} when the others gave up"
     sentence = f"{ranks_said(ranks)} {joined} {what}; {does}. {who_waits_there(waiting)}{_helper(first)}"
     return Finding(tuple(ranks), sentence, kind)
 
@@ -298,6 +314,17 @@ def _blamed(blamed: Sequence[Standing], at: Mapping[int, Standing], kind: str) -
     waiting = {n: s for n, s in at.items() if s.kind in ("waiting", "joining") and n not in by_rank}
     others = f" {each(waiting)}" if waiting else ""
     return Finding(tuple(by_rank), f"{each(by_rank)}{others}{_helper(blamed[0])}", kind)
+
+
+def _stopped(stopped: Sequence[Standing], at: Mapping[int, Standing]) -> Finding:
+    """Ranks that are stopped; at fault are those that have stopped them, where they are ranks of the job."""
+    found = _blamed(stopped, at, "stopped_process")
+    senders = {s.rank.rank: sent_by(s.rank, "SIGSTOP", [each.rank for each in at.values()]) for s in stopped}
+    if not all(senders.values()):
+        return found
+    said = "; ".join(f"rank {by[0]} sent SIGSTOP to rank {number}{by[1]}" for number, by in senders.items() if by)
+    by = tuple(sorted({by[0] for by in senders.values() if by}))
+    return replace(found, ranks=by, sentence=f"R{said[1:]}. {found.sentence}")
 
 
 def _of_a_loader(waiting: Standing) -> str:

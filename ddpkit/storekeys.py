@@ -27,8 +27,9 @@ def left_unset(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> F
                 wanted.setdefault(key, []).append(number)
     whose = {key: owner for key in wanted if (owner := _owner(key, keys)) is not None}
     in_step = {key: n for key, who in wanted.items() if (n := _in_step(key, waiting[who[0]], at, keys)) is not None}
-    past = {key: owner for key, owner in whose.items() if _is_past(owner, key, waiting, keys)} | in_step
-    whose |= in_step
+    may_be = {key: next(iter(alike)) for key in wanted if len(alike := _alike(key, keys)) == 1}
+    past = {key: owner for key, owner in (may_be | whose).items() if _is_past(owner, key, waiting, keys)} | in_step
+    whose |= past
     # One that waits for a key of another may not have come to its own.
     held_up = {n for key, owner in whose.items() for n in wanted[key] if n != owner}
     at_fault = past or {key: owner for key, owner in whose.items() if owner not in held_up}

@@ -62,6 +62,8 @@ ZYGOTE_LOG = "zygote.log"
 STARTED = "started.json"
 FAILURE = "failure.json"
 FINISHED = "finished.json"
+# The signals that the rank has sent to other processes.
+SENT = "sent.json"
 EXIT = "exit.json"
 REPORTS = "reports.jsonl"
 RETURNED = "returned.pkl"

@@ -294,7 +294,7 @@ CASES = [
         "skipped_collective",
         nproc=4,
         since_2_13=True,
-        says=("Rank 2 never joined all_reduce #4 of group 2", "Rank 3 gave it up after"),
+        says=("Rank 2 never joined all_reduce #4 of group 2", "Rank 3 waited there in vain"),
     ),
     hang(
         "in the first step on a mesh a rank skips a sum of its row, and comes through that of its column",
@@ -589,9 +589,9 @@ CASES = [
         dist.all_reduce(torch.ones(1))
         """,
         1,
-        "skipped_collective",
+        "straggler",
         init=IMPATIENT,
-        says=("Rank 1 never joined all_reduce #4", "Rank 0 waited there in vain"),
+        says=("Rank 1 had not come to all_reduce #4", "Rank 0 waited there in vain"),
     ),
     case(
         "a straggler that comes after the timeout",
@@ -732,9 +732,9 @@ CASES = [
         work.wait(timedelta(seconds=2))
         """,
         1,
-        "skipped_collective",
+        "straggler",
         nproc=3,
-        says=("Rank 1 never joined", "time.sleep(100)"),
+        says=("Rank 1 had not come to all_reduce #4", "time.sleep(100)"),
     ),
     case(
         "a loader's timeout, whose rank is long in leaving",
@@ -786,10 +786,10 @@ CASES = [
         """
         DDP(torch.nn.Linear(8, 16 * (rank + 1)))
         """,
-        None,
+        "every rank",
         "shapes_differ_between_ranks",
         nproc=3,
-        says=("params[0] has [32, 8] on rank 1", "Which of them is wrong cannot be told"),
+        says=("params[0] has [32, 8] on rank 1", "No two of the ranks agree."),
     ),
     case(
         "rank 0 builds a wider model than the others",
@@ -1575,9 +1575,9 @@ CASES = [
                 dist.all_reduce(torch.ones(1))
         """,
         1,
-        "collective_mismatch",
+        "skipped_collective",
         nproc=4,
-        says=("All ranks wait for each other", "Rank 1 left the common way"),
+        says=("Rank 1 never joined all_reduce #4", "it waits in all_reduce #1 of group 1", "Rank 1 left the common way"),
         since_2_13=True,
     ),
     hang(
@@ -1994,7 +1994,7 @@ CASES = [
         2,
         "skipped_collective",
         nproc=4,
-        says=("rank 3 waits in all_reduce #9 of group 2 ", "Rank 2 left the common way"),
+        says=("Rank 2 never joined all_reduce #9 of group 2 ", "Rank 2 left the common way"),
         since_2_13=True,
     ),
     case(
@@ -2653,5 +2653,223 @@ CASES = [
         "group_freed_with_the_model",
         says=("inside c10d::ProcessGroupGloo::~ProcessGroupGloo with the GIL",),
         since_2_13=True,
+    ),
+    case(
+        "a rank saves at the end of a turn while the others' timeout in the next one is over",
+        """
+        def save(state):
+            for part in range(100):
+                time.sleep(0.2)
+        for step in range(4):
+            dist.all_reduce(torch.ones(1))
+            if rank == 2 and step == 2:
+                save({})
+        """,
+        2,
+        "straggler",
+        init=IMPATIENT,
+        nproc=3,
+        since_2_13=True,
+        says=("Rank 2 had not come to all_reduce #7", "when the others gave up; it sits at", "time.sleep(0.2)"),
+    ),
+    case(
+        "a rank has left the loop for a long report when the others' timeout is over",
+        """
+        for step in range(3 if rank == 2 else 5):
+            dist.all_reduce(torch.ones(1))
+        while rank == 2:
+            sum(range(1000))
+        """,
+        2,
+        "skipped_collective",
+        init=IMPATIENT,
+        nproc=3,
+        since_2_13=True,
+        says=("Rank 2 never joined all_reduce #7", "it computes at"),
+    ),
+    case(
+        "a rank deals with its error for longer than the others wait",
+        """
+        for step in range(4):
+            try:
+                loss = float("n/a" if (rank, step) == (1, 2) else "0.5")
+            except ValueError:
+                for part in range(100):
+                    time.sleep(0.2)
+                raise
+            dist.all_reduce(torch.tensor(loss))
+        """,
+        1,
+        "skipped_collective",
+        init=IMPATIENT,
+        since_2_13=True,
+        says=("Rank 1 never joined", "Rank 1 is handling ValueError: could not convert string to float: 'n/a' (line"),
+    ),
+    case(
+        "a rank kills another one",
+        """
+        pids = [None] * 3
+        dist.all_gather_object(pids, os.getpid())
+        if rank == 2:
+            os.kill(pids[1], signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+        """,
+        2,
+        "killed",
+        nproc=3,
+        says=("Rank 2 sent SIGKILL to rank 1 (line", "os.kill(pids[1], signal.SIGKILL)"),
+    ),
+    hang(
+        "a rank stops another one",
+        """
+        pids = [None] * 3
+        dist.all_gather_object(pids, os.getpid())
+        if rank == 0:
+            os.kill(pids[1], signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1))
+        """,
+        0,
+        "stopped_process",
+        nproc=3,
+        says=("Rank 0 sent SIGSTOP to rank 1 (line", "Rank 1 is stopped (SIGSTOP)"),
+    ),
+    case(
+        "a rank raises KeyboardInterrupt itself",
+        """
+        if rank == 1:
+            raise KeyboardInterrupt
+        dist.all_reduce(torch.ones(1))
+        """,
+        1,
+        "own_exception",
+        says=("Rank 1 raised KeyboardInterrupt (line",),
+    ),
+    case(
+        "a rank goes on to the sum of all without that of another group, and all give up",
+        """
+        books = dist.new_group(timeout=timedelta(seconds=2))
+        if rank != 3:
+            dist.all_reduce(torch.ones(1), group=books)
+        dist.all_reduce(torch.ones(8))
+        """,
+        3,
+        "skipped_collective",
+        init=IMPATIENT,
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 3 never joined all_reduce #1 of group 1", "it waits in all_reduce #4"),
+    ),
+    case(
+        "a rank comes to the sum of its pair a step too soon, and all give up",
+        """
+        pair = [dist.new_group(pair, timeout=timedelta(seconds=2)) for pair in ([0, 1], [2, 3])][rank // 2]
+        for epoch in range(3):
+            for step in range(3 if (rank, epoch) == (2, 2) else 4):
+                dist.all_reduce(torch.ones(4))
+            dist.all_reduce(torch.ones(2), group=pair)
+        """,
+        2,
+        "skipped_collective",
+        init=IMPATIENT,
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 2 never joined all_reduce #15", "it waits in all_reduce #3 of group 2"),
+    ),
+    hang(
+        "the last stage asks for one micro-batch more than ever",
+        """
+        def forward(asked):
+            if rank == 3:
+                for _ in range(asked):
+                    dist.recv(torch.zeros(2), rank - 1)
+                return
+            for _ in range(4):
+                if rank:
+                    dist.recv(torch.zeros(2), rank - 1)
+                dist.send(torch.ones(2), rank + 1)
+        def backward():
+            for _ in range(4):
+                if rank < 3:
+                    dist.recv(torch.zeros(2), rank + 1)
+                if rank:
+                    dist.send(torch.ones(2), rank - 1)
+        for step in range(3):
+            forward(4)
+            backward()
+        forward(5)
+        dist.broadcast(torch.zeros(1), 3)
+        """,
+        3,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=("it waits for exchange 5 in a row with rank 2, one more than ever before",),
+    ),
+    hang(
+        "a rank begins one round more of a ring than the others",
+        """
+        for turn in range(6 if rank == 1 else 5):
+            sending = dist.isend(torch.ones(2), (rank + 1) % 3)
+            dist.recv(torch.zeros(2), (rank - 1) % 3)
+            sending.wait()
+        dist.all_reduce(torch.ones(1))
+        """,
+        1,
+        "unmatched_send_recv",
+        nproc=3,
+        since_2_13=True,
+        says=("it has begun 12 exchanges since the collective before, and each of the others 10",),
+    ),
+    hang(
+        "each rank of a pair sends first",
+        """
+        other = (rank + 2) % 4
+        if rank % 2 == 0:
+            dist.send(torch.ones(2), other)
+            dist.recv(torch.zeros(2), other)
+        else:
+            dist.recv(torch.zeros(2), other)
+            dist.send(torch.ones(2), other)
+        """,
+        "every rank",
+        "everyone_waits",
+        nproc=4,
+        since_2_13=True,
+        says=("Each does the same, and none meets another.",),
+    ),
+    hang(
+        "each rank begins with another group",
+        """
+        groups = [dist.new_group() for _ in range(3)]
+        for turn in range(3):
+            dist.all_reduce(torch.ones(1), group=groups[(turn + rank) % 3])
+        """,
+        "every rank",
+        "everyone_waits",
+        nproc=3,
+        since_2_13=True,
+        says=("Each does the same, and none meets another.",),
+    ),
+    hang(
+        "who is to set the next key waits for the answer to it",
+        """
+        store = dist.PrefixStore("mail", dist.distributed_c10d._get_default_store())
+        for turn in range(5):
+            if rank == 2:
+                if turn < 4:
+                    store.set(f"words/{turn}", "w")
+                store.wait([f"answer/{turn}"])
+            elif rank == 1:
+                store.wait([f"words/{turn}"])
+                dist.send(torch.ones(2), 0)
+            else:
+                dist.recv(torch.zeros(2), 1)
+                store.set(f"answer/{turn}", "a")
+        """,
+        2,
+        "store_key_never_set",
+        nproc=3,
+        since_2_13=True,
+        says=('Rank 1 waits for the key "words/4" of the store', 'rank 2, who set "words/3"'),
     ),
 ]

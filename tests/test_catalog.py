@@ -16,7 +16,8 @@ from ddpkit.lab import lab, labs
 
 SECTIONS = ["What it means", "Why it happens", "Cures", "NCCL and gloo", "Read on"]
 # What a verdict says that needs no page: there is nothing to explain, or the text of the ranks is asked first.
-WITHOUT_A_PAGE = {"passed", "tie", "agent_failed", "unknown"}
+# Which signal it was has a page.
+WITHOUT_A_PAGE = {"passed", "tie", "agent_failed", "sent_a_signal", "unknown"}
 
 
 def page_text(head: str) -> str:

@@ -61,6 +61,9 @@ def test_a_lock_that_is_asked_for_again_and_again(tmp_path: Path, where: str, wa
         ("while not os.path.exists(mark):\n    look()", 2, False),
         ("while not done:\n    while True:\n        time.sleep(1)", 3, False),
         ("while not done:\n    time.sleep(1", 2, False),
+        ("while sent < size:\n    sent += 4096\n    time.sleep(1)", 3, False),
+        ("while tries < 9:\n    tries += 1\n    if found():\n        break\n    time.sleep(1)", 5, True),
+        ("while tries < 9 and not found():\n    tries += 1\n    time.sleep(1)", 3, True),
     ],
 )
 def test_which_sleep_is_between_two_looks_at_something(loop: str, line: int, wanted: bool) -> None:

@@ -348,7 +348,8 @@ def test_one_that_waits_in_its_own_group_first_is_outvoted_by_ranks_with_groups_
     row = {**world, "calls": [("all_reduce", 5), ("all_reduce", 7)], "last_within": [0, 1]}
     ranks = [{**world}, row, {**world}, {**world}]
     run = hung(tmp_path / "alike", *(rank | {"groups": [[0, 1, 2, 3], [0, 1]]} for rank in ranks))
-    assert (run.culprit, run.diagnosis.name) == (1, "collective_mismatch")
+    assert (run.culprit, run.diagnosis.name) == (1, "skipped_collective")
+    assert "Rank 1 never joined all_reduce #2" in run.verdict.sentence
     assert "most ranks came to another one" in run.verdict.sentence
     for number, rank in enumerate(ranks):
         rank["groups"] = [[0, 1, 2, 3], [0, 1]] if number < 2 else [[0, 1, 2, 3]]

@@ -27,7 +27,7 @@ from types import ModuleType  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 from ddpkit import wire  # noqa: E402
-from ddpkit.rank import abort, collectives, failure, observe, steps  # noqa: E402
+from ddpkit.rank import abort, collectives, failure, observe, signals, steps  # noqa: E402
 
 # Neither Slurm, Lightning nor Python itself uses it; SIGUSR1 is theirs.
 STACK_SIGNAL = signal.SIGRTMIN + 10
@@ -102,6 +102,7 @@ def arm(warm: bool) -> None:
     sys.breakpointhook = failure.no_keyboard
     builtins.input = failure.no_keyboard
     _have_os_exit_told()
+    signals.arm()
     observe.arm()
     steps.arm()
     with contextlib.suppress(OSError):

@@ -110,7 +110,8 @@ def note(name: str = wire.COLLECTIVES, with_entries: bool = True) -> None:
 def recorded(with_entries: bool) -> dict[str, Any]:
     """The flight recorder as plain data: `enqueued` and `completed`, the number of the last collective by process group,
     and with `with_entries` the collectives themselves, the sends and receives and the calls of a store, each oldest first, the
-    peers and keys of those that are not over, the ranks of each process group, and how many groups were made.
+    peers and keys of those that are not over, the exception that is being handled, the ranks of each process group, and how many
+    groups were made.
 
     An older torch without the recorder for gloo tells the numbers of the default group alone.
     """
@@ -133,7 +134,7 @@ def recorded(with_entries: bool) -> dict[str, Any]:
         found["exchanged"] = [{**one, "where": _place([line] if line else [])} for one, line in peers.exchanged()]
         found["keyed"] = [{**one, "where": _place([line])} for one, line in keys.called()]
         found["set_beside"] = [{**one, "where": _place([line])} for one, line in keys.set_beside()]
-        found["awaited"] = keys.awaited()
+        found["awaited"], found["handling"] = keys.awaited(), failure.handled_by_main()
         call_of = peers.calls()
         found["entries"] = [_entry(entry, i >= without_place, call_of) for i, entry in enumerate(entries)]
     return found

@@ -73,6 +73,18 @@ def note_os_exit(status: int) -> None:
     _write(folder, lambda: record)
 
 
+def handled_by_main() -> dict[str, Any] | None:
+    """The exception that the main thread handles just now, in an `except` or `finally`, with the line that raised it; None where
+    it handles none."""
+    found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    # Python 3.11 has all three of `sys.exc_info()`.
+    error = found[1] if isinstance(found, tuple) else found
+    if error is None:
+        return None
+    frames = [_frame(f) for f in _own_traceback(error.__traceback__)]
+    return {"type": type(error).__name__, "message": _text_of(error)[:2_000], "where": _innermost_own(frames)}
+
+
 def _write(folder: Path, described_as: Callable[[], dict[str, Any]]) -> None:
     _hand_back_the_spare()
     for _attempt in range(2):
