@@ -1577,7 +1577,11 @@ CASES = [
         1,
         "skipped_collective",
         nproc=4,
-        says=("Rank 1 never joined all_reduce #4", "it waits in all_reduce #1 of group 1", "Rank 1 left the common way"),
+        says=(
+            "Rank 1 never joined all_reduce #4",
+            "it waits in all_reduce #1 of group 1",
+            "Rank 1 left the common way",
+        ),
         since_2_13=True,
     ),
     hang(
