@@ -177,15 +177,14 @@ def _left_the_way(
     found = (odd, BY_MOST) if odd else _across_the_groups(at) or has_another_partner(waiting)
     found = found or has_broken_the_pairs(waiting)
     found = found or of_another_tag(waiting) or out_of_an_exchange(waiting, at)
-    found = found or too_few_in_a_row(waiting)
-    found = found or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
+    found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
     found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)
     found = found or has_turned_round_too_soon(waiting)
     found = found or _left_its_group(waiting, at) or _lost_a_thread(at) or _went_astray(histories)
-    found = found or one_too_many_in_a_row(waiting)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
-    return found or _alone_at_its_line(waiting) or (out_of_step(waiting, at), BY_MOST)
+    found = found or one_too_many_in_a_row(waiting) or _alone_at_its_line(waiting)
+    return found or (out_of_step(waiting, at), BY_MOST)
 
 
 def _never_joined(ranks: Sequence[int], for_them: Mapping[int, Standing], at: Mapping[int, Standing]) -> str:
@@ -239,7 +238,7 @@ def _went_astray(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:
 def _alone_at_its_line(waiting: Mapping[int, Standing]) -> Odd | None:
     """The one rank that waits in a collective, where all others, two or more, left no record but that each waits at one other
     line: those that an alarm has ended."""
-    unrecorded = {n: s for n, s in waiting.items() if not s.rank.collectives}
+    unrecorded = {n: s for n, s in waiting.items() if not s.rank.collectives and not is_at_a_key(s)}
     recorded = [n for n in waiting if n not in unrecorded]
     if len(recorded) != 1 or len(unrecorded) < 2:
         return None

@@ -415,7 +415,7 @@ def one_too_many_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
             made = _in_a_row(waiting[peer], number) if peer in waiting and not waiting[peer].pairwise else []
             *before, (_op, times) = _in_a_row(waiter, peer) or [("", 0)]
             usual = {n for _op, n in (*before, *made)}
-            if len(before) > 1 and usual == {times - 1}:
+            if made and len(before) > 1 and usual == {times - 1}:
                 return (number,), f"it waits for exchange {times} in a row with rank {peer}, one more than ever before"
     return None
 

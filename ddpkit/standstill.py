@@ -143,7 +143,7 @@ def _missed_a_barrier(named: tuple[int, ...], at: Mapping[int, Standing]) -> Fin
         waited = f"{ranks_said(there)} waited in {barrier} to which nobody else came"
         return Finding(tuple(there), f"{waited}; each of the others {with_line(first)}.", "mismatch")
     if len(there) > len(elsewhere):
-        return Finding(tuple(elsewhere), f"{said}{line_unsaid(first)}.", "mismatch")
+        return Finding(tuple(elsewhere), f"{said}{line_unsaid(first)}.", "never_joined")
     return undecided(f"{said}{line_unsaid(first)}.", "mismatch")
 
 

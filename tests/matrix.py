@@ -465,7 +465,7 @@ CASES = [
                 dist.monitored_barrier(timeout=timedelta(seconds=2))
         """,
         2,
-        "collective_mismatch",
+        "skipped_collective",
         nproc=3,
         since_2_13=True,
         says=("Rank 2 never came to the monitored barrier", "it waits in all_reduce #"),
