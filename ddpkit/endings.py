@@ -212,7 +212,11 @@ def _words_of_told(rank: Rank, ending: Ending) -> str:
     by = {"stopped": "stopped", "timeout": "ended at the timeout", "stall": "ended at the stall"}.get(ending.reason)
     if rank.killed_for.startswith("it ignored"):
         return f"{rank.killed_for.removeprefix('it ')}, then ended by SIGKILL"
-    return by or ("ended after torchrun's death" if ending.agent_signal else "ended by torchrun")
+    by = by or ("ended after torchrun's death" if ending.agent_signal else "ended by torchrun")
+    failure = rank.failure
+    if failure and failure.type not in (rank.signal, *LEAVES) and classify_failure(failure, rank) == "own":
+        return f"{by}, and raised {failure.type} then"
+    return by
 
 
 def plain_words(rank: Rank) -> str:

@@ -234,3 +234,16 @@ def test_values_of_a_foreign_folder_are_not_unpickled(tmp_path: Path) -> None:
 def test_a_half_written_record_is_no_record(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"a": ')
     assert wire.read_record(tmp_path / "x.json") is None
+
+
+def test_what_a_rank_raised_after_it_was_told_to_end_is_said_of_it(tmp_path: Path) -> None:
+    """Rank 1 raised first, and torchrun told rank 0 to end; a handler let that finish its table, on which it raised by itself."""
+    write_run(tmp_path)
+    write_rank(tmp_path, 1)
+    told: dict[str, Any] = {"told": "SIGTERM", "told_ns": 2 * 10**9}
+    write_rank(tmp_path, 0, {"type": "ZeroDivisionError", "message": "by zero", "at_ns": 3 * 10**9}, **told)
+    run = Run.from_folder(tmp_path)
+    assert run.culprit == 1
+    assert run.ranks[0].words == "ended by torchrun, and raised ZeroDivisionError then"
+    write_rank(tmp_path, 0, {"type": "SystemExit", "message": "exit code 1", "at_ns": 3 * 10**9}, **told)
+    assert Run.from_folder(tmp_path).ranks[0].words == "ended by torchrun"
