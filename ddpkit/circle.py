@@ -17,16 +17,11 @@ from .exchanges import (
     has_broken_the_pairs,
     has_kept_an_answer,
     has_not_sent_as_others,
-    has_passed_on_fewer,
     has_sent_fewer_to_a_server,
-    has_turned_round_too_soon,
     of_another_tag,
     of_any,
-    on_one_side,
-    one_too_many_in_a_row,
     out_of_an_exchange,
-    out_of_step,
-    too_few_in_a_row,
+    owes_the_one_behind,
     with_one_more,
     without_an_exchange,
 )
@@ -34,6 +29,15 @@ from .finding import Finding, Odd, against_most, ranks_said, verb
 from .frames import Frame
 from .joining import of_another_size
 from .parting import outvoted, strayed
+from .rings import (
+    has_left_the_ring,
+    has_passed_on_fewer,
+    has_turned_round_too_soon,
+    on_one_side,
+    one_too_many_in_a_row,
+    out_of_step,
+    too_few_in_a_row,
+)
 from .standing import (
     Standing,
     at_line,
@@ -180,11 +184,12 @@ def _left_the_way(
     found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
     found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)
     found = found or has_turned_round_too_soon(waiting)
+    found = found or has_left_the_ring(waiting, at) or owes_the_one_behind(waiting, at)
     found = found or _left_its_group(waiting, at) or _lost_a_thread(at) or _went_astray(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
-    found = found or one_too_many_in_a_row(waiting) or _alone_at_its_line(waiting)
-    return found or (out_of_step(waiting, at), BY_MOST)
+    found = found or one_too_many_in_a_row(waiting)
+    return found or _alone_at_its_line(waiting) or (out_of_step(waiting, at), BY_MOST)
 
 
 def _never_joined(ranks: Sequence[int], for_them: Mapping[int, Standing], at: Mapping[int, Standing]) -> str:

@@ -40,7 +40,7 @@ def ends_a_chain(number: int, waiting: Mapping[int, Standing]) -> bool:
     if here is None or here.pairwise or not _swaps(_last_round(here)):
         return False
     for_it = (s for s in waiting.values() if s.pairwise and number in peers(s))
-    return any(_swaps(_last_round(s)) - {number} and not _times(here, "", s.rank.rank) for s in for_it)
+    return any(_swaps(_last_round(s)) - {number} and not times(here, "", s.rank.rank) for s in for_it)
 
 
 def with_one_more(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
@@ -69,20 +69,7 @@ def out_of_an_exchange(waiting: Mapping[int, Standing], at: Mapping[int, Standin
         if len(peers(waiter)) > 1 and set(peers(waiter)) <= set(there):
             met = " and ".join(map(str, peers(waiter)))
             return (number,), f"it waits to exchange with ranks {met}, and none of them with it"
-        if more := _more_than_all_others(number, waiting):
-            return (number,), more
     return _left_an_exchange(there, exchanging, waiting, at)
-
-
-def _more_than_all_others(number: int, waiting: Mapping[int, Standing]) -> str:
-    """How many exchanges rank `number` has begun since the collective before, if all others have sent and received alike since
-    theirs, and fewer than it; "" where they have not."""
-    made = {n: Counter(op for op, _other in _last_round(s)) for n, s in waiting.items()}
-    usual, *others = [ops for n, ops in made.items() if n != number]
-    own = made[number]
-    if not usual or any(ops != usual for ops in others) or not (usual < own and usual.keys() == own.keys()):
-        return ""
-    return f"it has begun {own.total()} exchanges since the collective before, and each of the others {usual.total()}"
 
 
 def of_another_tag(waiting: Mapping[int, Standing]) -> Odd | None:
@@ -259,13 +246,13 @@ def _gave_others_more(left: int, number: int, at: Mapping[int, Standing]) -> str
     """What rank `number` waits to receive, if each of the others, two or more, has received so many more messages of `left` than
     it sent to it, one more than this one; "" where they have not."""
     balance = {
-        n: _times(s, "recv", left) - _times(s, "send", left)
+        n: times(s, "recv", left) - times(s, "send", left)
         for n, s in at.items()
-        if n not in (left, number) and _times(s, "recv", left)
+        if n not in (left, number) and times(s, "recv", left)
     }
     calls = at[number].rank.calls
-    own = _times(at[number], "recv", left) - _times(at[number], "send", left)
-    taken = _times(at[left], "recv", number) == _times(at[number], "send", left)
+    own = times(at[number], "recv", left) - times(at[number], "send", left)
+    taken = times(at[left], "recv", number) == times(at[number], "send", left)
     # The one that it waits for is counted.
     if len(balance) < 2 or set(balance.values()) != {own} or not taken or not calls or "recv" not in calls[-1].op:
         return ""
@@ -301,7 +288,7 @@ def has_sent_fewer_to_a_server(waiting: Mapping[int, Standing], at: Mapping[int,
     servers = [n for n, s in waiting.items() if of_any(s)]
     if len(servers) != 1 or len(waiting) < max(len(at), 4):
         return None
-    sent = {n: _times(s, "send", servers[0]) for n, s in waiting.items() if n != servers[0] and not s.pairwise}
+    sent = {n: times(s, "send", servers[0]) for n, s in waiting.items() if n != servers[0] and not s.pairwise}
     usual = max(sent.values(), default=0)
     behind = tuple(n for n, times in sent.items() if times != usual)
     if len(sent) + 1 < len(at) or len(behind) != 1 or sent[behind[0]] + 1 != usual or usual < 3:
@@ -310,7 +297,7 @@ def has_sent_fewer_to_a_server(waiting: Mapping[int, Standing], at: Mapping[int,
     return behind, f"{met}, and each of the others {usual}"
 
 
-def _times(standing: Standing, op: str, peer: int) -> int:
+def times(standing: Standing, op: str, peer: int) -> int:
     """How often this rank has sent to `peer`, or begun to receive of it; with "" as `op`, either."""
     return sum(c.is_exchange and op in c.op and c.ranks == (peer,) for c in standing.rank.calls)
 
@@ -326,8 +313,8 @@ def has_not_sent_as_others(waiting: Mapping[int, Standing]) -> Odd | None:
                 for n, s in receiving.items()
                 if n not in (number, left) and number in peers(s) and same_line(s.place, receiving[left].place)
             ]
-            own = _times(receiving[left], "send", number)
-            if alike and all(_times(receiving[n], "send", number) == own + 1 for n in alike):
+            own = times(receiving[left], "send", number)
+            if alike and all(times(receiving[n], "send", number) == own + 1 for n in alike):
                 met = f"rank {number} waits for a message of it such as {ranks_said(alike).lower()} sent"
                 return (left,), f"{met}, {verb(alike, 'which waits', 'which wait')} at the same line"
     return None
@@ -337,9 +324,7 @@ def has_kept_an_answer(waiting: Mapping[int, Standing]) -> Odd | None:
     """The rank that waits to receive of whichever rank sends, and has sent to one that waits for it fewer messages, by those
     that came of it, than to each of the others, two or more."""
     for left, server in waiting.items():
-        of_each = {
-            n: _times(server, "send", n) - _times(server, "recv", n) for n in waiting if _times(server, "recv", n)
-        }
+        of_each = {n: times(server, "send", n) - times(server, "recv", n) for n in waiting if times(server, "recv", n)}
         for_it = [n for n, s in waiting.items() if left in peers(s) and s.rank.calls and "recv" in s.rank.calls[-1].op]
         behind = [n for n in for_it if n in of_each and {of_each[o] for o in of_each if o != n} == {of_each[n] + 1}]
         if of_any(server) and len(of_each) > 2 and len(behind) == 1:
@@ -349,110 +334,31 @@ def has_kept_an_answer(waiting: Mapping[int, Standing]) -> Odd | None:
     return None
 
 
-def has_passed_on_fewer(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
-    """Where all ranks wait in a ring, each to receive of the one before it: who has sent fewer messages on than all others."""
-    receiving = {n: s.rank.calls[-1] for n, s in waiting.items() if s.pairwise and s.rank.calls}
-    before = {n: c.ranks[0] for n, c in receiving.items() if "recv" in c.op and c.ranks}
-    ring, number = [], min(at)
-    while number in before and number not in ring:
-        ring.append(number)
-        number = before[number]
-    if len(ring) < max(len(at), 3) or number != ring[0]:
-        return None
-    sent = {before[n]: _times(waiting[before[n]], "send", n) for n in ring}
-    fewest = min(sent.values())
-    behind = [n for n, times in sent.items() if times == fewest]
-    if len(behind) != 1 or len(set(sent.values())) != 2:
-        return None
-    return tuple(behind), f"it has sent {fewest} messages on, and each of the others {max(sent.values())}"
-
-
 def _in_rounds(standing: Standing, peer: int, op: str = "") -> list[int]:
     """How often this rank exchanged with `peer`, or made `op`, before each of its collectives, and, where it is in no
     collective, since."""
     return [sum(other == peer and op in made for made, other in each) for each in _rounds(standing)]
 
 
-def has_turned_round_too_soon(waiting: Mapping[int, Standing]) -> Odd | None:
-    """Of two ranks that wait to send to each other, as in a pipeline, the one that has not received the last of the messages that
-    the other sends it, which are as many as came to that from a third rank."""
-    sending = {n: s for n, s in waiting.items() if s.pairwise and s.rank.calls and "send" in s.rank.calls[-1].op}
-    found = []
-    for number, waiter in sending.items():
-        for left in (p for p in peers(waiter) if p in sending and number in peers(sending[p])):
-            sent = _times(waiter, "send", left)
-            third = [n for n in waiting if n != left and _times(waiter, "recv", n) == sent]
-            if third and _times(sending[left], "recv", number) == sent - 1:
-                found.append(
-                    (left, f"rank {number} has {sent} messages of rank {third[0]} to pass on to it, not {sent - 1}")
-                )
-    return ((found[0][0],), found[0][1]) if len(found) == 1 else None
-
-
-def too_few_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
-    """The rank that went over from receiving of another to sending to it, or the other way round, sooner than ever before, while
-    that one waits for the next message of a row such as ever."""
-    for number, waiter in waiting.items():
-        for left in peers(waiter) if waiter.pairwise else ():
-            made = _in_a_row(waiting[left], number) if left in waiting else []
-            awaited = _in_a_row(waiter, left)
-            if not made or not awaited or made[-1][0] == {"send": "recv", "recv": "send"}[awaited[-1][0]]:
-                continue
-            theirs = [times for op, times in awaited if op == awaited[-1][0]]
-            own = [times for op, times in made if op != awaited[-1][0]]
-            usual = {*own[:-1], *theirs[:-1]}
-            if own[:-1] and len(usual) == 1 and own[-1] + 1 == theirs[-1] <= min(usual):
-                of_them = f"exchange {theirs[-1]} of {min(usual)} in a row with it"
-                return (left,), f"rank {number} waits for {of_them}, as ever before"
+def owes_the_one_behind(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
+    """Where one rank waits for messages of all others, two or more, and these are past that, at one line: the only one of them
+    that has not sent it one for which it has asked all as often."""
+    for number, behind in waiting.items():
+        others = {n: s for n, s in waiting.items() if n != number}
+        lines = {s.place for s in others.values()}
+        if len(waiting) < max(len(at), 3) or not behind.pairwise or len(lines) > 1 or behind.place in lines:
+            continue
+        asked = {n: _tags(behind, "recv", n) for n in others}
+        owed = {n: asked[n] - _tags(s, "send", number) for n, s in others.items()}
+        owing = [n for n, tags in owed.items() if tags]
+        if len(owing) == 1 and all(tags == asked[owing[0]] for tags in asked.values()):
+            return (owing[0],), f"rank {number} waits for a message of it, such as all others have sent"
     return None
 
 
-def one_too_many_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
-    """The rank that waits for one more message in a row of another, or to send it one more, than in every row before, where that
-    one has made as many as ever, and is in a collective."""
-    for number, waiter in waiting.items():
-        for peer in peers(waiter) if waiter.pairwise else ():
-            made = _in_a_row(waiting[peer], number) if peer in waiting and not waiting[peer].pairwise else []
-            *before, (_op, times) = _in_a_row(waiter, peer) or [("", 0)]
-            usual = {n for _op, n in (*before, *made)}
-            if made and len(before) > 1 and usual == {times - 1}:
-                return (number,), f"it waits for exchange {times} in a row with rank {peer}, one more than ever before"
-    return None
-
-
-def on_one_side(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> bool:
-    """Whether each rank waits to send to one that waits to send at the same line, or all so to receive, after as many sends and
-    receives: then nobody alone is at fault."""
-    last = {n: s.rank.calls[-1] for n, s in waiting.items() if s.pairwise and s.rank.calls}
-    if not len(last) == len(waiting) == len(at):
-        return False
-    for number, call in last.items():
-        partner = last.get(call.ranks[0]) if call.ranks else None
-        if partner is None or partner.call != call.call:
-            return False
-        made, theirs = (Counter(c.op for c in at[n].rank.calls) for n in (number, call.ranks[0]))
-        if made != theirs:
-            return False
-    return True
-
-
-def _in_a_row(standing: Standing, peer: int) -> list[tuple[str, int]]:
-    """How many times in a row this rank has sent to `peer` or received of it, in turn."""
-    with_it = [c.op.lstrip("i") for c in standing.rank.calls if c.is_exchange and c.ranks == (peer,)]
-    return [(op, len(list(row))) for op, row in itertools.groupby(with_it)]
-
-
-def out_of_step(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
-    """The one rank that came to a send or receive while most came to a collective, or the other way round, where all had
-    exchanged before and come to a collective after it, each with as many exchanges as the others: as in a ring, or in pairs."""
-    histories = {n: s.rank.calls for n, s in waiting.items()}
-    odd = outvoted(histories, lambda call: call.is_exchange or call.call) if len(waiting) == len(at) else {}
-    if len(odd) != 1:
-        return ()
-    ((number, last),) = odd.items()
-    *before, newest = histories[number]
-    in_rounds = any(one.is_exchange and not then.is_exchange for one, then in itertools.pairwise(before))
-    return (number,) if newest is last and in_rounds else ()
+def _tags(standing: Standing, op: str, peer: int) -> Counter[int]:
+    """How often this rank has sent to `peer`, or begun to receive of it, by the tag."""
+    return Counter(c.tag for c in standing.rank.calls if c.is_exchange and op in c.op and c.ranks == (peer,))
 
 
 def _partners(call: Collective) -> tuple[object, ...]:

@@ -2822,7 +2822,7 @@ CASES = [
         "unmatched_send_recv",
         nproc=3,
         since_2_13=True,
-        says=("it has begun 12 exchanges since the collective before, and each of the others 10",),
+        says=("after 13 calls alike it came to isend with rank 2", "and all others to all_reduce"),
     ),
     hang(
         "each rank of a pair sends first",
@@ -2875,5 +2875,43 @@ CASES = [
         nproc=3,
         since_2_13=True,
         says=('Rank 1 waits for the key "words/4" of the store', 'rank 2, who set "words/3"'),
+    ),
+    hang(
+        "a rank sends nothing to one of all in a round, and all go on to the answers",
+        """
+        others = [n for n in range(4) if n != rank]
+        def exchange(tag, left_out=()):
+            came = [dist.irecv(torch.zeros(2), n, tag=tag) for n in others]
+            came += [dist.isend(torch.ones(2), n, tag=tag) for n in others if n not in left_out]
+            return came
+        for step in range(3):
+            asked = exchange(1, [0] if (rank, step) == (1, 2) else [])
+            for work in asked:
+                work.wait()
+            answered = exchange(2)
+            for work in answered:
+                work.wait()
+        """,
+        1,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 1 left the common way: rank 0 waits for a message of it",),
+    ),
+    hang(
+        "a rank sends nothing in one round of a ring",
+        """
+        for turn in range(6):
+            sending = None if (rank, turn) == (1, 4) else dist.isend(torch.ones(2), (rank + 1) % 4, tag=turn)
+            dist.recv(torch.zeros(2), (rank - 1) % 4, tag=turn)
+            if sending:
+                sending.wait()
+        dist.barrier()
+        """,
+        1,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 1 left the common way",),
     ),
 ]
