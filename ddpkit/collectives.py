@@ -31,6 +31,7 @@ class Collective:
     where it had too many, or it was not kept; of an "object" 1 or a text's checksum where that tells of anything, else 0),
     `reduces` what is made of the ranks' numbers: "SUM", "MAX" and so on, "" where they are only passed on.
     `raising`: it was called while an exception was on its way, in a `finally` say; `in_thread`: by a thread beside the main one.
+    `path` are the lines of the user's own functions on the way to it, the innermost first.
     `over_ns`: when the call was over, for the program at least; 0 where it was not, or that was not kept.
     `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
     """
@@ -59,6 +60,7 @@ class Collective:
     in_thread: bool = False
     over_ns: int = 0
     tag: int = 0
+    path: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return f"{'done' if self.done else 'waiting'} in {self.name}{self.from_line}"
@@ -190,6 +192,7 @@ def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
         raising=entry.get("raising", False),
         in_thread=entry.get("in_thread", False),
         over_ns=entry.get("over_ns", 0),
+        path=tuple(entry.get("path", ())),
     )
 
 

@@ -15,6 +15,9 @@ from typing import Any
 # proc(5): `2: FLOCK ADVISORY WRITE 2001 08:01:7864554 0 EOF`, and below it with an arrow who waits for that lock.
 _LOCK = re.compile(r"\d+:(?P<waits> +->)? +\w+ +\w+ +\w+ +(?P<pid>-?\d+) (?P<file>\S+)")
 _SLEEPS = re.compile(r"\bsleep\(")
+_FILL = ("append", "extend", "add", "insert", "pop", "popleft")
+# What these give depends on their arguments, or on the time, alone.
+_ITS_OWN = re.compile(r"(len|min|max|sum|abs|int|float|round|any|all|sorted|time\.\w+)$")
 
 
 def locked_by(threads: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, int]:
@@ -76,10 +79,45 @@ def _has(body: Iterable[ast.stmt], line: int) -> bool:
 
 
 def _ends(loop: ast.While) -> bool:
-    """Whether a `while` ends once something has come: it is left from within, or its condition may turn false other than by what
-    the loop itself counts up or down."""
-    if any(isinstance(n, ast.Break | ast.Return) for n in ast.walk(loop)):
+    """Whether a `while` ends once something has come: its condition, or that of an `if` by which it is left from within, looks
+    at what the loop itself does not make."""
+    left_by = [n.test for n in ast.walk(loop) if isinstance(n, ast.If) and any(map(_leaves, ast.walk(n)))]
+    made = _made_in(loop)
+    return any(_looks(part, made) for test in (loop.test, *left_by) for part in _parts(test))
+
+
+def _leaves(node: ast.AST) -> bool:
+    return isinstance(node, ast.Break | ast.Return)
+
+
+def _parts(test: ast.expr) -> list[ast.expr]:
+    """What is joined by `and`, `or` and `not` in a condition."""
+    if isinstance(test, ast.BoolOp):
+        return [part for value in test.values for part in _parts(value)]
+    return _parts(test.operand) if isinstance(test, ast.UnaryOp) else [test]
+
+
+def _made_in(loop: ast.While) -> dict[str, list[ast.expr]]:
+    """The names that a loop sets, counts or appends to, each with what it is made of."""
+    made: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(loop):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, node.value
+        elif isinstance(node, ast.AugAssign):
+            targets, value = [node.target], node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FILL:
+            targets, value = [node.func.value], ast.Constant(None)
+        for target in targets:
+            made.setdefault(ast.unparse(target), []).append(value)
+    return made
+
+
+def _looks(test: ast.expr, made: Mapping[str, Sequence[ast.expr]]) -> bool:
+    """Whether a condition may turn by what others do: it calls something, or holds nothing that the loop makes by itself."""
+    names = {ast.unparse(n) for n in ast.walk(test) if isinstance(n, ast.Name | ast.Attribute)}
+    calls = (n for e in (test, *(v for name in names for v in made.get(name, ()))) for n in ast.walk(e))
+    if any(isinstance(n, ast.Call) and not _ITS_OWN.match(ast.unparse(n.func)) for n in calls):
         return True
-    counted = {ast.unparse(n.target) for n in ast.walk(loop) if isinstance(n, ast.AugAssign)}
-    only_counts = isinstance(loop.test, ast.Compare) and any(ast.unparse(n) in counted for n in ast.walk(loop.test))
-    return not only_counts and not isinstance(loop.test, ast.Constant)
+    of_time = any(isinstance(n, ast.Call) and ast.unparse(n.func).startswith("time.") for n in ast.walk(test))
+    return not isinstance(test, ast.Constant) and not of_time and names.isdisjoint(made)

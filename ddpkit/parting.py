@@ -55,7 +55,9 @@ def _loop_left(
     from_there = all(turn.loops == call.loops[-len(turn.loops) :] for calls in before for call in calls)
     # Of a long training only the last collectives are kept, not from the same one on for all.
     since = max(next(c.seq for c in histories[n] if (c.group, c.setup) == (turn.group, turn.setup)) for n in joined)
-    turns = {n: sum(c.call == turn.call and c.seq >= since for c in histories[n]) for n in joined}
+    turns = {
+        n: sum((c.call, c.path) == (turn.call, turn.path) and c.seq >= since for c in histories[n]) for n in joined
+    }
     fewer = max(turns[n] for n in done) < min(turns[n] for n in inside)
     return loop if from_there and fewer and _have_left_the_loop(done, joined, histories) else ""
 

@@ -2914,4 +2914,22 @@ CASES = [
         since_2_13=True,
         says=("Rank 1 left the common way",),
     ),
+    hang(
+        "a rank makes the sum of each turn once more, for a report, and is one ahead from then on",
+        """
+        def summed(x):
+            dist.all_reduce(x)
+            return x
+        for turn in range(6):
+            summed(torch.ones(2))
+            if rank == 0 and turn == 3:
+                print(summed(torch.ones(2)), flush=True)
+        dist.barrier()
+        """,
+        0,
+        "collective_mismatch",
+        nproc=3,
+        since_2_13=True,
+        says=("Rank 0 left the common way at collective #10", "the other ranks agree"),
+    ),
 ]

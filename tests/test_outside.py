@@ -63,6 +63,15 @@ def test_a_lock_that_is_asked_for_again_and_again(tmp_path: Path, where: str, wa
         ("while not done:\n    time.sleep(1", 2, False),
         ("while sent < size:\n    sent += 4096\n    time.sleep(1)", 3, False),
         ("while tries < 9:\n    tries += 1\n    if found():\n        break\n    time.sleep(1)", 5, True),
+        (
+            "while len(seen) < 9:\n    time.sleep(1)\n    seen.append(1)\n    if max(seen) > limit:\n        break",
+            2,
+            False,
+        ),
+        ("while True:\n    state = job.poll()\n    if state is not None:\n        break\n    time.sleep(1)", 5, True),
+        ("while not self.ready:\n    time.sleep(1)", 2, True),
+        ("while job.state != 'done':\n    job.refresh()\n    time.sleep(1)", 3, True),
+        ("while time.monotonic() < until:\n    time.sleep(1)", 2, False),
         ("while tries < 9 and not found():\n    tries += 1\n    time.sleep(1)", 3, True),
     ],
 )

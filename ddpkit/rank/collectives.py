@@ -184,9 +184,9 @@ def _entry(entry: dict[str, Any], placed: bool, call_of: Callable[[str, int], pe
 
 
 def _under(frames: list[dict[str, Any]]) -> dict[str, Any]:
-    """The innermost `if` about the rank that led to this collective, and all loops, in any function on the way; of these,
-    those that come to it in every turn, and of these, those that have as many turns as there is something to go through; none
-    where an exception may be swallowed on the way."""
+    """The way to this collective by its lines; the innermost `if` about the rank that led there, and all loops, in any function
+    on the way; of these, those that come to it in every turn, and of these, those that have as many turns as there is something
+    to go through; none where an exception may be swallowed on the way."""
     own = [(f["filename"], f["line"]) for f in frames if failure.is_users_own(f["filename"])]
     around: list[Loop] = []
     surely, to_the_end = True, not any(may_swallow(*line) for line in own)
@@ -194,6 +194,7 @@ def _under(frames: list[dict[str, Any]]) -> dict[str, Any]:
         around += [loop._replace(always=surely and loop.always) for loop in loops(*line)]
         surely = surely and not choice(*line) and not may_return_before(*line)
     return {
+        "path": [line for _file, line in own],
         "only_if": next(filter(None, (about_rank(*line) for line in own)), ""),
         "loops": [loop.at for loop in around],
         "every_turn": [loop.at for loop in around if loop.always],
