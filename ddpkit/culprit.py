@@ -174,7 +174,7 @@ def _as_found(finding: Finding, ranks: Sequence[Rank], more: str = "") -> Found:
 
 
 def _sent_a_signal(own: Sequence[Rank], ranks: Sequence[Rank]) -> Found | None:
-    """The rank that ended by a signal the first one to fail."""
+    """Who sent the first rank to fail the signal that it died of."""
     first = min(own, key=failed_at)
     sent = sent_by(first, first.signal or "", ranks)
     return sent and (sent[0], f"Rank {sent[0]} sent {first.signal} to rank {first.rank}{sent[1]}.", "sent_a_signal")

@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def loops(source: str, line: int) -> list[int]:
     return [n.lineno for n in _loops(source) if _has(n.body, line)]
 
 
-@cache
+@lru_cache(maxsize=16)
 def _loops(source: str) -> tuple[ast.For | ast.While, ...]:
     with contextlib.suppress(SyntaxError, ValueError):
         return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For | ast.While))

@@ -7,13 +7,16 @@ import functools
 import os
 import signal
 import time
+from collections import deque
 from typing import Any
 
 from ddpkit import wire
 
 from . import failure
 
-_sent: list[dict[str, Any]] = []
+MOST = 16
+
+_sent: deque[dict[str, Any]] = deque(maxlen=MOST)
 
 
 def arm() -> None:
@@ -35,4 +38,4 @@ def _note(pid: int, number: int) -> None:
     if folder is not None:
         name = signal.Signals(number).name
         _sent.append({"at_ns": time.time_ns(), "pid": pid, "signal": name, "where": failure.called_from()})
-        wire.write_record(folder / wire.SENT, {"sent": _sent})
+        wire.write_record(folder / wire.SENT, {"sent": list(_sent)})
