@@ -591,6 +591,7 @@ CASES = [
         1,
         "straggler",
         init=IMPATIENT,
+        since_2_13=True,
         says=("Rank 1 had not come to all_reduce #4", "Rank 0 waited there in vain"),
     ),
     case(
@@ -734,6 +735,7 @@ CASES = [
         1,
         "straggler",
         nproc=3,
+        since_2_13=True,
         says=("Rank 1 had not come to all_reduce #4", "time.sleep(100)"),
     ),
     case(
