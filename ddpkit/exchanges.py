@@ -341,17 +341,18 @@ def _in_rounds(standing: Standing, peer: int, op: str = "") -> list[int]:
 
 
 def owes_the_one_behind(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
-    """Where one rank waits for messages of all others, two or more, and these are past that, at one line: the only one of them
-    that has not sent it one for which it has asked all as often."""
+    """Where one rank waits for messages of all others, and these, two or more, wait for exchanges further on, at one line: the
+    only one of them that has not sent it one for which it has asked all as often, and had before."""
+    if len(waiting) < max(len(at), 3) or not all(s.pairwise for s in waiting.values()):
+        return None
     for number, behind in waiting.items():
         others = {n: s for n, s in waiting.items() if n != number}
         lines = {s.place for s in others.values()}
-        if len(waiting) < max(len(at), 3) or not behind.pairwise or len(lines) > 1 or behind.place in lines:
-            continue
         asked = {n: _tags(behind, "recv", n) for n in others}
-        owed = {n: asked[n] - _tags(s, "send", number) for n, s in others.items()}
-        owing = [n for n, tags in owed.items() if tags]
-        if len(owing) == 1 and all(tags == asked[owing[0]] for tags in asked.values()):
+        sent = {n: _tags(s, "send", number) for n, s in others.items()}
+        owing = [n for n in others if asked[n] - sent[n]]
+        alike = all(asked[n] == asked[owing[0]] for n in others) if len(owing) == 1 else False
+        if alike and len(lines) == 1 and behind.place not in lines and {*asked[owing[0]]} == {*sent[owing[0]]}:
             return (owing[0],), f"rank {number} waits for a message of it, such as all others have sent"
     return None
 
