@@ -959,3 +959,12 @@ def test_a_restart_that_was_refused_by_an_old_address_is_nobodys_fault_though_an
     assert (found[1].culprit, found[1].kind) == (None, "stale_addresses"), found[1]
     # In a first attempt there are no addresses of one before.
     assert found[0].kind != "stale_addresses", found[0]
+
+
+def test_who_never_sent_a_rank_anything_owes_it_nothing(tmp_path: Path) -> None:
+    """Rank 0 takes the last rank for its left neighbour on a rod that is no ring; the others are in the sum after it."""
+    step: list[Call] = [("all_reduce", 5)]
+    there: dict[str, Any] = {"calls": step * 2, "waits": True, "within": [0, 1, 2]}
+    asks = {"calls": step, "waits": True, "line": 20, "peer": 2, "exchanged": [(1, "recv", 20, 1), (1, "recv", 20, 2)]}
+    run = hung(tmp_path, {**asks, "within": [0, 1, 2]}, {**there, "exchanged": [(1, "send", 9, 0)]}, there)
+    assert run.culprit is None, run
