@@ -44,7 +44,8 @@ _IN_LOADER = f"torch{os.sep}utils{os.sep}data{os.sep}dataloader.py"
 
 
 def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: Mapping[int, float]) -> None:
-    """Look at every living rank and write down what is found; takes as long as the slowest, at most about `WITHIN_S`.
+    """Look at every living rank and write down what is found; takes as long as the slowest answer, at
+    most about `ANSWERS_WITHIN_S`.
 
     `silent_s` and `busy` are the seconds since each rank's last progress and the share of a core it used lately.
     """

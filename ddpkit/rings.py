@@ -13,7 +13,7 @@ from .parting import outvoted
 from .standing import Standing, peers
 
 # So many sends and receives that all have made alike are a habit of theirs.
-HABIT_FROM = 4
+ALIKE_FROM = 4
 
 
 def too_few_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
@@ -99,7 +99,7 @@ def has_left_the_ring(waiting: Mapping[int, Standing], at: Mapping[int, Standing
             continue
         rank = next(n for n, call in zip(ways, made, strict=True) if call != usual)
         exchanged = sum(call.is_exchange for call in waiting[rank].rank.calls[:number])
-        if exchanged < HABIT_FROM or votes < len(at) - 1:
+        if exchanged < ALIKE_FROM or votes < len(at) - 1:
             return None
         call, theirs = (waiting[n].rank.calls[number] for n in (rank, next(n for n in ways if n != rank)))
         came = f"it came to {call.name}{call.from_line}, and all others to {theirs.op}{theirs.from_line}"
