@@ -33,6 +33,7 @@ SWEEP_GRACE_S = 2.5
 ENDS_BY_ITSELF = "torch_shm_manager"
 LINGER_S = 1.0
 LOOKED_AT_WITHIN_S = 3.0
+ALIKE_WITHIN_S = 6.0
 PASSED_ON = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -219,7 +220,7 @@ def rank_command(arguments: Sequence[str]) -> list[str]:
 
 def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
     """Hold back a failed rank's exit until every other rank has ended too, for up to a second, or until those that live
-    have been looked at.
+    have been looked at; longer while one of these is at the very line that failed.
 
     torchrun ends all ranks as soon as it sees one gone. The rank itself is gone by now, its sockets with it, so its
     peers meet the consequence by themselves; where every rank fails alike, each gets to say so; and where one of them
@@ -236,7 +237,9 @@ def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
         waited_s = time.monotonic() - began
         on_their_way_out = failed - ended
         everybody_seen = len(ended | looked_at) >= world_size and not on_their_way_out and waited_s > LINGER_S
-        if len(ended) >= world_size or everybody_seen or waited_s > LOOKED_AT_WITHIN_S:
+        long_enough = everybody_seen or waited_s > LOOKED_AT_WITHIN_S
+        may_follow = long_enough and any(_is_where_it_failed(rank, folder) for rank in looked_at - ended)
+        if len(ended) >= world_size or (long_enough and not may_follow) or waited_s > ALIKE_WITHIN_S:
             return
         if signal.sigtimedwait(PASSED_ON, 0.02):
             return
@@ -245,6 +248,17 @@ def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
 def _that_have(ranks: Path, record: str, since_ns: int = 0) -> set[Path]:
     """The folders of those ranks that have written `record`, at or after `since_ns`."""
     return {path.parent for path in ranks.glob(f"*/{record}") if wire.written_ns(path) >= since_ns}
+
+
+def _is_where_it_failed(rank: Path, failed: Path) -> bool:
+    """Whether the rank of folder `rank` was seen at the line that the one of folder `failed` failed at."""
+    where = (wire.read_record(failed / wire.FAILURE) or {}).get("where")
+    if not where:
+        return False
+    try:
+        return f'File "{where["file"]}", line {where["line"]} in ' in (rank / wire.STACK).read_text(errors="replace")
+    except OSError:
+        return False
 
 
 def keep_agent(become: Callable[[], None], owner: int) -> int:

@@ -172,6 +172,23 @@ def test_every_rank_failing_alike_is_no_race(script: Callable[..., str]) -> None
     assert "loss = ddp(torch.ones(2, 4)).sum()" in texts.pop()
 
 
+def test_a_rank_at_the_very_line_that_failed_gets_to_fail_alike(script: Callable[..., str]) -> None:
+    """Rank 1 fails there a good second after it was looked at because rank 0 had."""
+    run = launch(
+        script(
+            """
+            import os, subprocess
+            folder, rank = os.environ["DDPKIT_RUN"], os.environ["RANK"]
+            seen = f"{folder}/ranks/attempt_0/rank_1/look.json"
+            command = f"until test -e {seen}; do sleep 0.05; done; sleep 1.5; exit 1" if rank == "1" else "exit 1"
+            subprocess.run(["sh", "-c", command], check=True)
+            """
+        )
+    )
+    assert run.culprit == "every rank", str(run)
+    assert {r.failure.type for r in run.ranks} == {"CalledProcessError"}
+
+
 def test_an_early_leaver_is_told_when_its_peer_loses_it(script: Callable[..., str]) -> None:
     run = launch(
         script(PREAMBLE + "if rank == 1: dist.destroy_process_group(); sys.exit(0)\ndist.all_reduce(torch.ones(3))\n")
