@@ -31,6 +31,7 @@ from .joining import of_another_size
 from .parting import outvoted, strayed
 from .rings import (
     has_left_the_ring,
+    has_named_another,
     has_passed_on_fewer,
     has_turned_round_too_soon,
     on_one_side,
@@ -184,7 +185,7 @@ def _left_the_way(
     found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
     found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)
     found = found or has_turned_round_too_soon(waiting)
-    found = found or has_left_the_ring(waiting, at) or owes_the_one_behind(waiting, at)
+    found = found or has_left_the_ring(waiting, at) or owes_the_one_behind(waiting, at) or has_named_another(waiting, at)
     found = found or _left_its_group(waiting, at) or _lost_a_thread(at) or _went_astray(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)

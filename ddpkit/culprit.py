@@ -30,7 +30,7 @@ from .endings import (
 )
 from .finding import Finding, ranks_said, verb
 from .flags import find_flag, find_nan
-from .late import came_after_all_had_given_up, gave_up_at, had_given_up_before
+from .late import came_after_all_had_given_up, gave_up_at, had_given_up_before, left_before_it_was_over
 from .mismatch import find_parting
 from .records import Failure, Rank
 from .standing import STILL_FROM_S, at_line, may_wait, same_line, standing, unmoved_s
@@ -246,8 +246,7 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
         return _not_told(ranks, hurt)
     met = MET[classes[victim.rank]]
     where = f" at {victim.failure.line_text}" if victim.failure and victim.failure.line_text else ""
-    finding = had_given_up_before(victim, ranks)
-    finding = finding or find(ranks, at_ns=hurt_at[victim.rank] if classes[victim.rank] == "gave_up" else None)
+    finding = _whom_it_waited_for(victim, ranks, hurt_at[victim.rank] if classes[victim.rank] == "gave_up" else None)
     raised = {rank.rank: earlier for rank in hurt if (earlier := own_before(rank))}
     if len(raised) == 1 and (not finding or finding.ranks in ((), tuple(raised))):
         number, earlier = raised.popitem()
@@ -275,6 +274,14 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
         return _as_found(finding, ranks)
     unclear = f"Rank {victim.rank} {met}{where}, and no rank failed by itself: the culprit cannot be told from this."
     return None, unclear, classes[victim.rank]
+
+
+def _whom_it_waited_for(victim: Rank, ranks: Sequence[Rank], gave_up_ns: int | None) -> Finding | None:
+    """Who held up the victim, which gave up at `gave_up_ns`, or else has lost a peer."""
+    finding = had_given_up_before(victim, ranks)
+    if not finding and gave_up_ns is None:
+        finding = left_before_it_was_over(victim, ranks)
+    return finding or find(ranks, at_ns=gave_up_ns)
 
 
 def _not_told(ranks: Sequence[Rank], told: Sequence[Rank]) -> Found:

@@ -33,6 +33,8 @@ BY_TYPE_AND_TEXT, BY_TEXT, BY_GENERAL_TEXT, BY_SIGNAL, BY_VERDICT, BY_NOTHING_EL
 # The verdict is the whole story, whatever else stands in the logs: somebody ended the job or a process of it, or the store
 # of a restarted job held addresses of ranks that are gone.
 _SETTLED = {"ended", "agent_killed", "stopped_process", "stale_addresses"}
+# The verdict tells the page, and what stands in the logs is evidence of it, if of anything.
+_TELLS_THE_PAGE = {"init_elsewhere"}
 # Where ddpkit itself ended a job that stood still, torchrun's log tells of that and of nothing else.
 _TORCHRUN_KNOWS = {"agent_failed", "peer_lost", "gave_up", "unknown", ""}
 # Nobody had failed: the ranks stood still. A loader's worker, which "loader_stuck" is about, may have failed, and stderr is
@@ -165,7 +167,10 @@ def diagnose(ranks: Sequence[Rank], verdict: Verdict, torchrun_log: str = "") ->
     if kind == "sent_a_signal":
         asked, died = [], [r for r in ranks if r not in at_fault and not r.told]
     unhurt = {r.rank for r in suspects if kind in _STANDSTILLS and r.failure is None}
-    matches = [*_by_text(asked, unhurt), *_by_signal(died), *_by_verdict(kind, suspects, bool(at_fault))]
+    by_verdict = _by_verdict(kind, suspects, bool(at_fault))
+    matches = [*_by_text(asked, unhurt), *_by_signal(died), *by_verdict]
+    if kind in _TELLS_THE_PAGE:
+        matches = [match for match in matches if match.page in [told.page for told in by_verdict]]
     best = min(matches, key=lambda m: (m.weight, m.words.distance if m.words else 0, m.page.name), default=None)
     others = [r for r in ranks if r not in at_fault and verdict.roles.get(r.rank) in ("consequence", "unknown")]
     return _diagnosis(best, matches, verdict, kind, others)

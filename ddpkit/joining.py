@@ -10,6 +10,7 @@ from .finding import Finding, against_most, ranks_said, verb
 from .records import Joining, Rank
 from .standing import Standing, at_line, instead, is_in, with_line
 
+_MAKES_STORE = re.compile(r"\bTCPStore\(")
 _NOBODY_LISTENS = re.compile(r"connectFullMesh failed.*Connection refused", re.DOTALL)
 
 
@@ -67,6 +68,8 @@ def met_an_old_address(rank: Rank) -> bool:
 
 def _asked_amiss(joining: Sequence[Standing], at: Mapping[int, Standing]) -> Finding | None:
     """Who asked for another store than torchrun's, for a rank that is another's, or for another world size."""
+    if of_their_own := _at_stores_of_their_own(at):
+        return of_their_own
     asked = {s.rank.rank: s.rank.joining for s in joining if s.rank.joining}
     masters = {n: s.rank.master for n, s in at.items() if s.rank.master}
     astray = [n for n, j in asked.items() if j.master and n in masters and _leads_elsewhere(j.master, masters[n])]
@@ -99,6 +102,23 @@ def _at_different_stores(asked: Mapping[int, Joining], joining: Sequence[Standin
     said = "; ".join(f"rank {n} at {asked[n].master}" for n in sorted(asked))
     opening = f"The ranks ask for different stores{at_line(joining[0])}: {said}."
     found = against_most(addresses, opening, "init_elsewhere")
+    return found if found.ranks else None
+
+
+def makes_a_store(standing: Standing) -> bool:
+    """Whether this rank is at the line where it makes a store, which waits in C++ for those that are to meet there."""
+    return standing.place is not None and bool(_MAKES_STORE.search(standing.place.source))
+
+
+def _at_stores_of_their_own(at: Mapping[int, Standing]) -> Finding | None:
+    """Who is at another store than most, where the program makes it and some rank still waits for the others to meet there."""
+    stores = {n: s.rank.store for n, s in at.items() if s.rank.store}
+    at_one = [s for s in at.values() if s.rank.store and makes_a_store(s)]
+    if not at_one or len({_by_one_name(store) for store in stores.values()}) == 1:
+        return None
+    said = "; ".join(f"rank {n} at {store}" for n, store in sorted(stores.items()))
+    opening = f"The ranks make or look for different stores{at_line(at_one[0])}: {said}."
+    found = against_most({n: _by_one_name(store) for n, store in stores.items()}, opening, "init_elsewhere")
     return found if found.ranks else None
 
 

@@ -1,4 +1,4 @@
-"""Says who was too late for a collective: came to it when the others had given it up, or was still on its way by then."""
+"""Says who was too late for a collective, came to it when the others had given it up or was still on its way; or too soon gone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .endings import failed_at
 from .finding import Finding, ranks_said
 from .frames import Frame
 from .records import Rank
-from .standing import STILL_FROM_S, WAITS_FROM_S, Standing, standing
+from .standing import STILL_FROM_S, WAITS_FROM_S, Standing, standing, standings
 
 _SLEEPS = re.compile(r"\bsleep\(")
 _WAITED = re.compile(r"Timed out waiting (\d+)ms for (?:recv|send) operation")
@@ -62,6 +62,21 @@ def _had_gone_on(rank: Rank, joined_ns: int, victim: Rank) -> bool:
     if ended_ns > failed_at(victim):
         return standing(rank).kind in ("busy", "idle")
     return rank.exitcode == 0 and (ended_ns - joined_ns) / 1e9 >= STILL_FROM_S
+
+
+def left_before_it_was_over(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:
+    """Who began the collective in which the victim lost a peer, waited for its end nowhere, and left soon with exit code 0: the
+    others need it for that, and lose it."""
+    last = standings(ranks)[victim.rank].collective
+    begun = {r.rank: c for r in ranks for c in r.collectives if last and c.key == last.key and not c.done}
+    left = [r for r in ranks if r.exitcode == 0 and r.rank in begun]
+    soon = [r.rank for r in left if ((r.ended_ns or 0) - begun[r.rank].at_ns) / 1e9 < STILL_FROM_S]
+    if last is None or not soon or len(soon) < len(left):
+        return None
+    own = begun[soon[0]]
+    gone = f"{ranks_said(soon)} left early with exit code 0, before {own.name}{own.from_line} was over"
+    where = f" ({victim.failure.line_text})" if victim.failure and victim.failure.line_text else ""
+    return Finding(tuple(soon), f"{gone}; rank {victim.rank} lost it there{where}.", "left_early")
 
 
 def had_given_up_before(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:

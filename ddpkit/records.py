@@ -184,6 +184,11 @@ class Rank:
         where = record.get("where")
         return Joining(**{**record, "where": Frame(**where) if where else None})
 
+    @cached_property
+    def store(self) -> str:
+        """The address of the last store over TCP that its program made, or looked for; "" where it made none itself."""
+        return str((wire.read_record(self.folder / wire.STORE) or {}).get("address", ""))
+
     @property
     def _collectives_path(self) -> Path:
         """Where its collectives are as it was asked for them, or as it wrote them down itself as it failed or came to its end."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from .collectives import Collective
-from .exchanges import times
+from .exchanges import of_any, times
 from .finding import Odd
 from .parting import outvoted
 from .standing import Standing, peers
@@ -110,6 +110,24 @@ def has_left_the_ring(waiting: Mapping[int, Standing], at: Mapping[int, Standing
 def _seen_from(number: int, call: Collective, world_size: int) -> tuple[object, ...]:
     """What a call does, with how far a neighbour."""
     return (*call.call, call.tag, *((rank - number) % world_size for rank in call.ranks if call.is_exchange))
+
+
+def has_named_another(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
+    """The rank that has sent to one that never asked it for a message, and never to one that waits for it; or that has asked one
+    that never sent to it, and never the one that did: where all else that ranks have exchanged has met."""
+    if len(waiting) < max(len(at), 3) or any(of_any(s) for s in waiting.values()):
+        return None
+    exchanges = [(n, c.ranks[0], c.op) for n, s in waiting.items() for c in s.rank.calls if c.is_exchange]
+    sent = {(n, peer) for n, peer, op in exchanges if "send" in op}
+    asked = {(peer, n) for n, peer, op in exchanges if "recv" in op}
+    if not sent & asked or len(sent - asked) != 1 or len(asked - sent) != 1:
+        return None
+    ((source, to),), ((of, asker),) = sent - asked, asked - sent
+    if source == of:
+        return (source,), f"it sends to rank {to}, which never asks it for a message, and not to rank {asker}, which does"
+    if to == asker:
+        return (asker,), f"it asks rank {of} for a message, which never sends it any, and not rank {source}, which does"
+    return None
 
 
 def on_one_side(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> bool:

@@ -16,7 +16,7 @@ from .collectives import Collective
 from .endings import sent_by
 from .finding import Finding, ranks_said, undecided, verb
 from .frames import stack_frames
-from .joining import making_a_group, met_an_old_address, while_joining
+from .joining import makes_a_store, making_a_group, met_an_old_address, while_joining
 from .late import on_its_way
 from .mismatch import parted_at
 from .parting import parting
@@ -42,7 +42,6 @@ from .standing import (
 
 _NAMED = re.compile(r"(?:\[Rank (\d+)\]: )?Ranks? (\d[\d, ]*) failed to pass monitoredBarrier")
 _WORKERS_OWN = "_worker_loop"
-_MAKES_STORE = re.compile(r"\bTCPStore\(")
 
 
 def find(ranks: Sequence[Rank], live: bool = False, at_ns: int | None = None) -> Finding | None:
@@ -95,12 +94,8 @@ def _was_met(rank: Rank, at: Mapping[int, Standing]) -> bool:
 
 
 def _at_a_store(at: Mapping[int, Standing]) -> list[Standing]:
-    """The ranks that make a store, which waits in C++ for those that are to meet there."""
-    return [
-        replace(s, kind="joining")
-        for s in at.values()
-        if s.kind == "idle" and s.place and _MAKES_STORE.search(s.place.source)
-    ]
+    """The ranks that make a store."""
+    return [replace(s, kind="joining") for s in at.values() if s.kind == "idle" and makes_a_store(s)]
 
 
 def _that_poll(at: Mapping[int, Standing]) -> dict[int, Standing]:

@@ -77,6 +77,7 @@ MEMORY = "memory.jsonl"
 STACK = "stack.txt"
 CRASH = "crash.txt"
 JOINING = "joining.json"
+STORE = "store.json"
 # What the rank logs by `ddpkit.rank.log_to`.
 LOG = "log.txt"
 ASK = "ask"

@@ -2934,4 +2934,80 @@ CASES = [
         since_2_13=True,
         says=("Rank 0 left the common way at collective #10", "the other ranks agree"),
     ),
+    hang(
+        "a rank of a ring sends to another than the next",
+        """
+        right = 1 if rank == 3 else rank + 1
+        for turn in range(4):
+            if rank % 2 == 0:
+                dist.send(torch.ones(2), right)
+            dist.recv(torch.zeros(2), (rank - 1) % 4)
+            if rank % 2:
+                dist.send(torch.ones(2), right)
+        dist.barrier()
+        """,
+        3,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 3 left the common way: it sends to rank 1, which never asks it for a message, and not to rank 0",),
+    ),
+    hang(
+        "a rank of a ring receives of another than the one before",
+        """
+        left = 0 if rank == 2 else (rank - 1) % 4
+        for turn in range(4):
+            sending = dist.isend(torch.ones(2), (rank + 1) % 4)
+            dist.recv(torch.zeros(2), left)
+            sending.wait()
+        dist.barrier()
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 2 left the common way",),
+    ),
+    hang(
+        "each rank opens, or looks for, a store at a port of its own",
+        """
+        port = int(os.environ["MASTER_PORT"]) % 10000 + 20000 + rank
+        store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        """,
+        "every rank",
+        "wrong_address",
+        nproc=3,
+        init="",
+        says=("different stores at line 8", "No two of the ranks agree"),
+    ),
+    case(
+        "a rank looks for the store that another has opened at another port",
+        """
+        port = int(os.environ["MASTER_PORT"]) % 10000 + 20000 + (rank == 2)
+        store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0, timeout=timedelta(seconds=4))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        """,
+        2,
+        "wrong_address",
+        nproc=3,
+        init="",
+        says=("Rank 2 differs from the others",),
+    ),
+    case(
+        "a rank leaves before the sum that it began is over, and another has not come to it yet",
+        """
+        if rank == 0:
+            time.sleep(60)
+        begun = dist.all_reduce(torch.ones(3), async_op=True)
+        if rank == 2:
+            os._exit(0)
+        begun.wait()
+        """,
+        2,
+        "early_exit",
+        nproc=3,
+        since_2_13=True,
+        says=("Rank 2 left early with exit code 0, before all_reduce #4",),
+    ),
 ]

@@ -54,6 +54,14 @@ def say_joining(asked: Mapping[str, Any]) -> None:
         wire.write_record(folder / wire.JOINING, record)
 
 
+def say_store(asked: Mapping[str, Any]) -> None:
+    """Record where a store that the program makes is to be, or to be found; `asked` are `TCPStore`'s first arguments."""
+    folder = failure.own_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            wire.write_record(folder / wire.STORE, {"address": f"{asked.get('host_name', '')}:{asked.get('port', '')}"})
+
+
 def say_grouping(asked: Mapping[str, Any]) -> None:
     """Keep which ranks this one names for a new process group, no ranks for all; `asked` are `new_group`'s arguments."""
     if not asked.get("use_local_synchronization"):

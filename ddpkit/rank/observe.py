@@ -19,6 +19,7 @@ from typing import Any
 from . import brought, collectives, failure, keys, peers
 
 _WATCHED = "torch.distributed.distributed_c10d"
+_IN_C = "torch._C._distributed_c10d"
 _FROM_ONE_OR_TO_ONE = ("broadcast", "scatter", "reduce", "gather")
 # From these the others go on once all have come.
 _FOR_ALL = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor")
@@ -48,6 +49,8 @@ def _watch(module: ModuleType) -> None:
     for name, watched in calls.items():
         module.__dict__[name] = watched(module.__dict__[name])
     module.__dict__["new_group"] = _grouping(module.__dict__["new_group"])
+    tcp_store = sys.modules[_IN_C].__dict__["TCPStore"]
+    tcp_store.__init__ = _meeting_at(tcp_store.__init__)
     for name in keys.WATCHED:
         setattr(module.Store, name, keys.watched(getattr(module.Store, name)))
 
@@ -99,6 +102,18 @@ def _joining(init: Callable[..., Any]) -> Callable[..., Any]:
         return done
 
     return init_process_group
+
+
+def _meeting_at(init: Callable[..., None]) -> Callable[..., None]:
+    """`init`, that of a store over TCP, with a record of its address where the program itself makes one, rather than torch."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if failure.is_users_own(sys._getframe(1).f_code.co_filename):
+            collectives.say_store({**dict(zip(("host_name", "port"), args, strict=False)), **kwargs})
+        init(self, *args, **kwargs)
+
+    return __init__
 
 
 def _exchanging(exchange: Callable[..., Any]) -> Callable[..., Any]:
