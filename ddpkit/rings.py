@@ -124,9 +124,9 @@ def has_named_another(waiting: Mapping[int, Standing], at: Mapping[int, Standing
         return None
     ((source, to),), ((of, asker),) = sent - asked, asked - sent
     if source == of:
-        return (source,), f"it sends to rank {to}, which never asks it for a message, and not to rank {asker}, which does"
+        return (source,), f"it sends to rank {to}, which never asks it for a message, and not to rank {asker}"
     if to == asker:
-        return (asker,), f"it asks rank {of} for a message, which never sends it any, and not rank {source}, which does"
+        return (asker,), f"it asks rank {of} for a message, which never sends it any, and not rank {source}"
     return None
 
 
