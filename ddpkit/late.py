@@ -1,4 +1,4 @@
-"""Says who was too late for a collective, came to it when the others had given it up or was still on its way; or too soon gone."""
+"""Says who came to a collective when the others had given it up, was on its way there by then, or left it too soon."""
 
 from __future__ import annotations
 
