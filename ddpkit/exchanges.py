@@ -227,8 +227,8 @@ def _passed_on_too_few(left: Standing, waiter: Standing) -> str:
 
 
 def _kept_one(left: Standing, waiter: Standing) -> str:
-    """What `waiter` waits to receive, if `left` passed every message of another rank on to it as it came, but one; "" where it
-    did not."""
+    """What `waiter` waits to receive, if `left` passed every message of another rank on to it as it came, but one, or sent it one
+    for every few of them, but none for the last; "" where it did not."""
     number = waiter.rank.rank
     if not waiter.rank.calls or "recv" not in waiter.rank.calls[-1].op:
         return ""
@@ -239,6 +239,11 @@ def _kept_one(left: Standing, waiter: Standing) -> str:
         passed = sum(pair == (come, on) for pair in itertools.pairwise(way))
         if passed == way.count(on) == way.count(come) - 1 > 1:
             return f"waits for one more of it, which has passed on {passed} of {passed + 1} messages from rank {source}"
+        *before, last = [len(list(run)) for one, run in itertools.groupby(way) if one == come] or [0]
+        every = {*before} if way.count(on) == len(before) > 1 and way[-1] == come else set()
+        if len(every) == 1 and last <= before[0]:
+            of_them = f"one for every {before[0]} messages from rank {source}, and none for the last {last}"
+            return f"waits for one more of it, which has sent it {of_them}"
     return ""
 
 

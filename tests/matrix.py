@@ -2935,6 +2935,29 @@ CASES = [
         says=("Rank 0 left the common way at collective #10", "the other ranks agree"),
     ),
     hang(
+        "a stage that hands on two messages as one keeps the odd one at the end",
+        """
+        for n in (4, 4, 3):
+            for turn in range(n):
+                if rank == 0:
+                    dist.send(torch.ones(2), 1)
+                elif rank == 1:
+                    dist.recv(torch.zeros(2), 0)
+                    if turn % 2:
+                        dist.send(torch.ones(4), 2)
+                elif turn % 2 == 0:
+                    dist.recv(torch.zeros(4), 1)
+        dist.barrier()
+        """,
+        1,
+        "unmatched_send_recv",
+        nproc=3,
+        since_2_13=True,
+        says=(
+            "rank 2 waits for one more of it, which has sent it one for every 2 messages from rank 0, and none for the last 1",
+        ),
+    ),
+    hang(
         "a rank of a ring sends to another than the next",
         """
         right = 1 if rank == 3 else rank + 1
