@@ -18,6 +18,7 @@ from .exchanges import (
     has_kept_an_answer,
     has_not_sent_as_others,
     has_sent_fewer_to_a_server,
+    is_first_to_exchange,
     of_another_tag,
     of_any,
     out_of_an_exchange,
@@ -257,9 +258,10 @@ def _alone_at_its_line(waiting: Mapping[int, Standing]) -> Odd | None:
 
 
 def _beside_the_others(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
-    """The few that wait for something that is in no record, a key of the store say, while all others, who are more, wait in
-    one collective for them."""
-    few = [n for n, s in sorted(waiting.items()) if s.collective is None and (not s.pairwise or is_at_a_key(s))]
+    """The few that wait for something that is in no record, a key of the store say, or for a message when nobody else has got so
+    far, while all others, who are more, wait in one collective for them."""
+    beside = {n: s for n, s in waiting.items() if not s.pairwise or is_at_a_key(s) or is_first_to_exchange(s, at)}
+    few = [n for n, s in sorted(beside.items()) if s.collective is None]
     others = [s for n, s in waiting.items() if n not in few]
     alone = len(waiting) == len(at) and len(few) < len(others)
     return tuple(few) if alone and all(s.collective and missing_in(s, at, None) == few for s in others) else ()

@@ -174,10 +174,14 @@ def _as_found(finding: Finding, ranks: Sequence[Rank], more: str = "") -> Found:
 
 
 def _sent_a_signal(own: Sequence[Rank], ranks: Sequence[Rank]) -> Found | None:
-    """Who sent the first rank to fail the signal that it died of."""
+    """The first rank to fail, and the one that sent it the signal that it died of: which of them is right, a guard that ends who
+    takes too much memory or one that has another's number, the program's author knows."""
     first = min(own, key=failed_at)
     sent = sent_by(first, first.signal or "", ranks)
-    return sent and (sent[0], f"Rank {sent[0]} sent {first.signal} to rank {first.rank}{sent[1]}.", "sent_a_signal")
+    if sent is None:
+        return None
+    both = tuple(sorted((sent[0], first.rank)))
+    return both, f"Rank {sent[0]} sent {first.signal} to rank {first.rank}{sent[1]}.", "sent_a_signal"
 
 
 def _among_own(own: Sequence[Rank], world_size: int) -> Found:

@@ -165,7 +165,7 @@ def diagnose(ranks: Sequence[Rank], verdict: Verdict, torchrun_log: str = "") ->
         asked.append(_Words(None, "torchrun", wire.AGENT_LOG, 1, "", torchrun_log, 99))
     died = [r for r in suspects if verdict.roles.get(r.rank) != "consequence"]
     if kind == "sent_a_signal":
-        asked, died = [], [r for r in ranks if r not in at_fault and not r.told]
+        asked, died = [], [r for r in ranks if not r.told]
     unhurt = {r.rank for r in suspects if kind in _STANDSTILLS and r.failure is None}
     by_verdict = _by_verdict(kind, suspects, bool(at_fault))
     matches = [*_by_text(asked, unhurt), *_by_signal(died), *by_verdict]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +14,8 @@ from .standing import Standing, missing_in, peers, same_line
 
 # Whether it sends or receives, and the other rank, None where that is whichever sends.
 Exchange = tuple[str, int | None]
+# `rank - 1`, `(self.rank + 1) % size`.
+_WITH_A_NEIGHBOUR = re.compile(r"\brank\)?\s*[-+^]")
 
 
 def of_any(standing: Standing) -> bool:
@@ -70,6 +73,14 @@ def out_of_an_exchange(waiting: Mapping[int, Standing], at: Mapping[int, Standin
             met = " and ".join(map(str, peers(waiter)))
             return (number,), f"it waits to exchange with ranks {met}, and none of them with it"
     return _left_an_exchange(there, exchanging, waiting, at)
+
+
+def is_first_to_exchange(waiter: Standing, at: Mapping[int, Standing]) -> bool:
+    """Whether this rank waits in its first exchange, with a neighbour, as ranks of other numbers do at that line, and no other
+    rank has made any."""
+    made = {n: sum(c.is_exchange for c in s.rank.calls) for n, s in at.items()}
+    with_a_neighbour = waiter.place is not None and bool(_WITH_A_NEIGHBOUR.search(waiter.place.source))
+    return with_a_neighbour and made.pop(waiter.rank.rank) == 1 and not any(made.values())
 
 
 def of_another_tag(waiting: Mapping[int, Standing]) -> Odd | None:

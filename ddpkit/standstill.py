@@ -312,14 +312,14 @@ def _blamed(blamed: Sequence[Standing], at: Mapping[int, Standing], kind: str) -
 
 
 def _stopped(stopped: Sequence[Standing], at: Mapping[int, Standing]) -> Finding:
-    """Ranks that are stopped; at fault are those that have stopped them, where they are ranks of the job."""
+    """Ranks that are stopped, and those that have stopped them, where they are ranks of the job."""
     found = _blamed(stopped, at, "stopped_process")
     senders = {s.rank.rank: sent_by(s.rank, "SIGSTOP", [each.rank for each in at.values()]) for s in stopped}
     if not all(senders.values()):
         return found
     said = "; ".join(f"rank {by[0]} sent SIGSTOP to rank {number}{by[1]}" for number, by in senders.items() if by)
-    by = tuple(sorted({by[0] for by in senders.values() if by}))
-    return replace(found, ranks=by, sentence=f"R{said[1:]}. {found.sentence}")
+    both = {*senders, *(by[0] for by in senders.values() if by)}
+    return replace(found, ranks=tuple(sorted(both)), sentence=f"R{said[1:]}. {found.sentence}")
 
 
 def _of_a_loader(waiting: Standing) -> str:

@@ -2720,7 +2720,7 @@ CASES = [
             os.kill(pids[1], signal.SIGKILL)
         dist.all_reduce(torch.ones(1))
         """,
-        2,
+        (1, 2),
         "killed",
         nproc=3,
         says=("Rank 2 sent SIGKILL to rank 1 (line", "os.kill(pids[1], signal.SIGKILL)"),
@@ -2734,7 +2734,7 @@ CASES = [
             os.kill(pids[1], signal.SIGSTOP)
         dist.all_reduce(torch.ones(1))
         """,
-        0,
+        (0, 1),
         "stopped_process",
         nproc=3,
         says=("Rank 0 sent SIGSTOP to rank 1 (line", "Rank 1 is stopped (SIGSTOP)"),
@@ -2933,6 +2933,27 @@ CASES = [
         nproc=3,
         since_2_13=True,
         says=("Rank 0 left the common way at collective #10", "the other ranks agree"),
+    ),
+    hang(
+        "a rank swallows an error instead of coming to a barrier, and is the first in a chain of messages",
+        """
+        try:
+            rows = [1.0] * (0 if rank == 2 else 3)
+            mean = sum(rows) / len(rows)
+            dist.barrier()
+        except ZeroDivisionError:
+            pass
+        if rank > 0:
+            dist.recv(torch.zeros(2), src=rank - 1)
+        if rank < 3:
+            dist.send(torch.ones(2), dst=rank + 1)
+        dist.barrier()
+        """,
+        2,
+        "skipped_collective",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 2 never joined barrier #4", "it waits for rank 1 at line 18", "Ranks 0, 1 and 3 wait there"),
     ),
     hang(
         "a stage that hands on two messages as one keeps the odd one at the end",
