@@ -1830,6 +1830,7 @@ CASES = [
         1,
         "skipped_collective",
         nproc=3,
+        since_2_13=True,
         says=(
             "Rank 1 never joined what rank 0 waits for at line 14: dist.all_reduce",
             "it sits at line 12: time.sleep(100)",
@@ -1862,6 +1863,7 @@ CASES = [
         1,
         "skipped_collective",
         nproc=3,
+        since_2_13=True,
         says=(
             "Rank 1 never joined what rank 0 waits for at line 15: dist.all_reduce",
             "it sits at line 13: time.sleep(100)",

@@ -295,9 +295,8 @@ def check_refusals(zero: dict[str, Any], one: dict[str, Any]) -> None:
         "The model reduces gradient by gradient, with DDP's reducer for compiled models: there are no buckets to time."
         + AND_UNCOUNTED
     )
-    assert zero["alone"]["note"] == (
-        "Who waits for whom is not known: not every rank left its CommProfiler within 0.2 s." + AND_UNCOUNTED
-    )
+    unknown = "Who waits for whom is not known: not every rank left its CommProfiler within 0.2 s."
+    assert zero["alone"]["note"].replace(AND_UNCOUNTED.strip(), "").strip() == unknown
     assert zero["alone"]["passes"] == 1 and zero["alone"]["ranks"] == []
     assert zero["afterwards"] is True
     assert zero["join"] == one["join"] and "divide_by_initial_world_size=False) was asked of a model" in zero["join"]
