@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -129,8 +130,8 @@ def _find(ranks: Sequence[Rank], classes: Mapping[int, Class], ending: Ending) -
 
 
 def _ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
-    """Whether this rank was left by a guard of the program's own, a thread that calls `os._exit`, a limit for asking whether
-    a collective is over or an alarm, while it waited in vain for a rank that had not joined by then."""
+    """Whether this rank was ended by a guard of the program's own, a thread that leaves, a limit for asking whether a collective
+    is over or an alarm, while it waited in vain for a rank that had not joined by then."""
     at, failure = standing(rank), rank.failure
     if failure and failure.type in ("SIGALRM", "dump_traceback_later"):
         return may_wait(failure.frames) and any(_was_elsewhere(r, failure) for r in ranks)
@@ -196,7 +197,7 @@ def _among_own(own: Sequence[Rank], world_size: int) -> Found:
         did = common_deed(sorted(own, key=lambda r: r.rank))
         if len(own) == world_size:
             return "every rank", f"Every rank alike {did}.", "own"
-        return numbers, f"{ranks_said(numbers)} alike {did}.", "own"
+        return numbers, f"{ranks_said(numbers)} alike {re.sub('^was ', 'were ', did)}.", "own"
     if spoke := _spoke_within(by_time, failed_at(first) + LEAVING_TAKES_NS):
         beside = f"rank {first.rank} {deed(first)} at about that time"
         return spoke.rank, f"Rank {spoke.rank} {deed(spoke)}; {beside}.", "own"

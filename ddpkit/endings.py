@@ -74,6 +74,7 @@ _PARTED = re.compile(
 LEAVES = {
     "SystemExit": "sys.exit",
     "os._exit": "os._exit",
+    "os.abort": "os.abort",
     "dump_traceback_later": "faulthandler.dump_traceback_later",
 }
 

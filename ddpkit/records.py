@@ -21,8 +21,8 @@ class Failure:
 
     `at_ns` is the wall clock in nanoseconds, taken before the rank cleaned up; `chain` holds what the exception was
     raised from, nearest first, as (type, message); `where` is the innermost line of the user's own code; `at_fault` are the
-    ranks that the exception itself names, () for nearly all. `by_thread`: another thread than the main one called `os._exit`,
-    while the main one was in `frames`. `let_go`: it came to a collective of all on its way out, and let the others go on.
+    ranks that the exception itself names, () for nearly all. `by_thread`: another thread than the main one left by `os._exit` or
+    `os.abort`, while the main one was in `frames`. `let_go`: it came to a collective of all on its way out, and let others go on.
     `nan_in` are the variables of the user's own functions on the way to it that held nan.
     """
 

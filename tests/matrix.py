@@ -2957,6 +2957,42 @@ CASES = [
         since_2_13=True,
         says=("Rank 2 never joined barrier #4", "it waits for rank 1 at line 18", "Ranks 0, 1 and 3 wait there"),
     ),
+    case(
+        "guards abort the ranks that wait in vain for one that is stuck",
+        """
+        guard = threading.Timer(3, os.abort)
+        guard.daemon = True
+        if rank == 1:
+            time.sleep(60)
+        guard.start()
+        dist.all_reduce(torch.ones(4))
+        """,
+        1,
+        "straggler",
+        nproc=3,
+        init="import threading\n" + INIT,
+        since_2_13=True,
+        says=("Rank 1 had not come to all_reduce #4", "it sits at line 15: time.sleep(60)"),
+    ),
+    hang(
+        "a rank leaves without the exit function by which it was to set its key of the store",
+        """
+        store = dist.distributed_c10d._get_default_store()
+        def report():
+            store.set(f"results/{rank}", "1")
+            if rank == 0:
+                store.wait([f"results/{n}" for n in range(4)], timedelta(hours=1))
+        atexit.register(report)
+        if rank == 1:
+            os._exit(0)
+        """,
+        1,
+        "store_key_never_set",
+        nproc=4,
+        init="import atexit\n" + INIT,
+        since_2_13=True,
+        says=('Rank 0 waits for the key "results/1" of the store', "rank 1 has not set it"),
+    ),
     hang(
         "a stage that hands on two messages as one keeps the odd one at the end",
         """

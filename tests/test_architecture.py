@@ -187,6 +187,7 @@ ALLOWED: dict[str, set[str]] = {
         "rank.abort",
         "rank.collectives",
         "rank.failure",
+        "rank.keys",
         "rank.observe",
         "rank.signals",
         "rank.steps",

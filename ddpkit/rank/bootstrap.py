@@ -27,7 +27,7 @@ from types import ModuleType  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 from ddpkit import wire  # noqa: E402
-from ddpkit.rank import abort, collectives, failure, observe, signals, steps  # noqa: E402
+from ddpkit.rank import abort, collectives, failure, keys, observe, signals, steps  # noqa: E402
 
 # Neither Slurm, Lightning nor Python itself uses it; SIGUSR1 is theirs.
 STACK_SIGNAL = signal.SIGRTMIN + 10
@@ -74,10 +74,13 @@ def leave(code: int) -> NoReturn:
     torch's own threads may still be letting go of tensors. One that asks for the GIL of an interpreter in the middle of
     its teardown aborts the process ("terminate called without an active exception"), now and then, after a good run.
     """
+    keyed = keys.called()
     with contextlib.suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
+    if keys.called() != keyed:
+        collectives.note()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -101,7 +104,7 @@ def arm(warm: bool) -> None:
     sys.excepthook = failure.print_uncaught
     sys.breakpointhook = failure.no_keyboard
     builtins.input = failure.no_keyboard
-    _have_os_exit_told()
+    _have_leaving_told()
     signals.arm()
     observe.arm()
     steps.arm()
@@ -124,20 +127,28 @@ def _be_child_of_torchrun(agent: str) -> None:
         os.getppid = lambda: int(agent) if parent() == keeper else parent()
 
 
-def _have_os_exit_told() -> None:
-    """Have `os._exit` write down from where it is called: nothing that runs later could, as nothing does."""
+def _have_leaving_told() -> None:
+    """Have `os._exit` and `os.abort` write down from where they are called: nothing that runs later could, as nothing does."""
+    abort_at_once = os.abort
 
     @functools.wraps(os._exit)
-    def told(status: int) -> NoReturn:
+    def leaving(status: int) -> NoReturn:
         with contextlib.suppress(Exception):
             if status:
-                failure.note_os_exit(status)
+                failure.note_leaving("os._exit", f"exit code {status}")
                 collectives.note()
             else:
                 say_finished(failure.called_from())
         failure.leave_at_once(status)
 
-    os._exit = told
+    @functools.wraps(os.abort)
+    def aborting() -> NoReturn:
+        with contextlib.suppress(Exception):
+            failure.note_leaving("os.abort", "SIGABRT")
+            collectives.note()
+        abort_at_once()
+
+    os._exit, os.abort = leaving, aborting
 
 
 def started(warm: bool) -> dict[str, object]:

@@ -50,8 +50,8 @@ def stamp(error: BaseException | None, lets_go: bool = False) -> None:
         vars(error).setdefault(_LET_GO, lets_go)
 
 
-def note_os_exit(status: int) -> None:
-    """Write down an `os._exit(status)` that this thread is about to call, and the exception that it handles, if any.
+def note_leaving(by: str, message: str) -> None:
+    """Write down that this thread is about to leave `by` `os._exit` or `os.abort`, and the exception that it handles, if any.
 
     A thread of the program's own may end the rank while the main thread waits; `frames` say where that was.
     """
@@ -62,8 +62,8 @@ def note_os_exit(status: int) -> None:
     stamp(handled)
     record = {
         "at_ns": vars(handled)[_FIRST_SEEN] if handled else time.time_ns(),
-        "type": "os._exit",
-        "message": f"exit code {status}",
+        "type": by,
+        "message": message,
         "chain": _as_chain([handled, *_chain(handled)] if handled else []),
         "traceback": "",
         "frames": _stack(sys._current_frames().get(main.ident or 0)),
