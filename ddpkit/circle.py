@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from .collectives import Collective
 from .exchanges import (
+    comes_sooner_than_ever,
     ends_a_chain,
     has_another_partner,
     has_broken_the_pairs,
@@ -31,6 +32,7 @@ from .frames import Frame
 from .joining import of_another_size
 from .parting import outvoted, strayed
 from .rings import (
+    has_a_new_neighbour,
     has_left_the_ring,
     has_named_another,
     has_passed_on_fewer,
@@ -187,7 +189,7 @@ def _left_the_way(
     found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)
     found = found or has_turned_round_too_soon(waiting)
     found = found or has_left_the_ring(waiting, at) or owes_the_one_behind(waiting, at)
-    found = found or has_named_another(waiting, at)
+    found = found or has_named_another(waiting, at) or has_a_new_neighbour(waiting, at)
     found = found or _left_its_group(waiting, at) or _lost_a_thread(at) or _went_astray(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
@@ -258,13 +260,16 @@ def _alone_at_its_line(waiting: Mapping[int, Standing]) -> Odd | None:
 
 
 def _beside_the_others(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
-    """The few that wait for something that is in no record, a key of the store say, or for a message when nobody else has got so
-    far, while all others, who are more, wait in one collective for them."""
-    beside = {n: s for n, s in waiting.items() if not s.pairwise or is_at_a_key(s) or is_first_to_exchange(s, at)}
-    few = [n for n, s in sorted(beside.items()) if s.collective is None]
+    """The few that wait for something that is in no record, a key of the store say, or for a message to which nobody else has
+    come yet, or they themselves never so soon, while all others, who are more, wait in one collective for them."""
+    few = [n for n, s in sorted(waiting.items()) if s.collective is None and (not s.pairwise or _is_ahead(s, at))]
     others = [s for n, s in waiting.items() if n not in few]
     alone = len(waiting) == len(at) and len(few) < len(others)
     return tuple(few) if alone and all(s.collective and missing_in(s, at, None) == few for s in others) else ()
+
+
+def _is_ahead(waiter: Standing, at: Mapping[int, Standing]) -> bool:
+    return is_at_a_key(waiter) or is_first_to_exchange(waiter, at) or comes_sooner_than_ever(waiter)
 
 
 def _only_one_to_set_a_key(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> int | None:

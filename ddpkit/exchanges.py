@@ -83,6 +83,18 @@ def is_first_to_exchange(waiter: Standing, at: Mapping[int, Standing]) -> bool:
     return with_a_neighbour and made.pop(waiter.rank.rank) == 1 and not any(made.values())
 
 
+def comes_sooner_than_ever(waiter: Standing) -> bool:
+    """Whether this rank waits in an exchange to which it came after fewer collectives than before each of the exchanges, three or
+    more, that it had made in turn with these."""
+    runs = [(one, len(list(run))) for one, run in itertools.groupby(waiter.rank.calls, lambda call: call.is_exchange)]
+    # What comes before the first exchange may be another part of the program.
+    between = [times for exchanges, times in runs if not exchanges][1:]
+    if not waiter.pairwise or len(between) < 3 or not runs[-1][0]:
+        return False
+    *before, last = between
+    return len({*before}) == 1 and last < before[0]
+
+
 def of_another_tag(waiting: Mapping[int, Standing]) -> Odd | None:
     """The rank whose tag is not that of most, where one waits to send to another and that to receive of it, with other tags."""
     last = {n: s.rank.calls[-1] for n, s in waiting.items() if s.pairwise and s.rank.calls}
@@ -292,7 +304,7 @@ def _one_of_as_many_as_ever(left: int, number: int, waiting: Mapping[int, Standi
     as the last of them, once, and no rank but these waits for it; "" where that is not so."""
     *before, now = [[peer for _op, peer in made] for made in _rounds(waiting[number]) if made] or [[]]
     for_it = {n for n, s in waiting.items() if s.pairwise and number in peers(s)}
-    as_ever = len(before) > 1 and {len({*met}) for met in before} == {len({*now})}
+    as_ever = len(before) > 1 and {len({*met}) for met in before} == {len({*now})} != {1}
     if not as_ever or now.count(left) != 1 or not for_it <= {*now}:
         return ""
     return f"waits for it, as one of the {len({*now})} that it meets in every round"

@@ -130,6 +130,19 @@ def has_named_another(waiting: Mapping[int, Standing], at: Mapping[int, Standing
     return None
 
 
+def has_a_new_neighbour(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
+    """Where all ranks wait to exchange, the one that waits for a rank with which it never did before, nor that with it, after
+    many exchanges, where each of the others waits for those that it has always met."""
+    if len(waiting) < max(len(at), 3) or not all(s.pairwise for s in waiting.values()):
+        return None
+    met = {n: Counter(peer for c in s.rank.calls if c.is_exchange for peer in c.ranks) for n, s in waiting.items()}
+    new = [(n, peer) for n, s in waiting.items() for peer in peers(s) if peer in met and not met[peer][n]]
+    if len(new) != 1 or min(sum(with_whom.values()) for with_whom in met.values()) < 2 * ALIKE_FROM:
+        return None
+    ((number, peer),) = new
+    return (number,), f"it waits to exchange with rank {peer}, as never before, and as that has never done with it"
+
+
 def on_one_side(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> bool:
     """Whether each rank waits to send to one that waits to send at the same line, or all so to receive, after as many sends and
     receives: then nobody alone is at fault."""

@@ -2957,6 +2957,43 @@ CASES = [
         since_2_13=True,
         says=("Rank 2 never joined barrier #4", "it waits for rank 1 at line 18", "Ranks 0, 1 and 3 wait there"),
     ),
+    hang(
+        "a rank leaves out the last sums of a step, and waits to report",
+        """
+        for turn in range(6):
+            for size in range(1, 4 if (rank, turn) == (1, 5) else 7):
+                dist.all_reduce(torch.ones(size))
+            if rank:
+                dist.send(torch.ones(9000), 0)
+            else:
+                for n in (1, 2):
+                    dist.recv(torch.zeros(9000), n)
+        """,
+        1,
+        "skipped_collective",
+        nproc=3,
+        since_2_13=True,
+        says=("Rank 1 never joined all_reduce #37", "it waits for rank 0 at line 15", "Ranks 0 and 2 wait there"),
+    ),
+    hang(
+        "the last rank of a row takes the first for its neighbour after many turns",
+        """
+        for turn in range(20):
+            above, below = rank - 1, rank + 1
+            if (rank, turn) == (3, 6):
+                below = 0
+            asked = [dist.irecv(torch.zeros(2), n, tag=turn) for n in (above, below) if 0 <= n < 4]
+            asked += [dist.isend(torch.ones(2), n, tag=turn) for n in (above, below) if 0 <= n < 4]
+            for work in asked:
+                work.wait()
+        dist.barrier()
+        """,
+        3,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 3 left the common way: it waits to exchange with rank 0, as never before",),
+    ),
     case(
         "guards abort the ranks that wait in vain for one that is stuck",
         """
