@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from .collectives import Collective
-from .exchanges import of_any, times
+from .exchanges import times
 from .finding import Odd
 from .parting import outvoted
 from .standing import Standing, peers
@@ -115,11 +115,12 @@ def _seen_from(number: int, call: Collective, world_size: int) -> tuple[object, 
 def has_named_another(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
     """The rank that has sent to one that never asked it for a message, and never to one that waits for it; or that has asked one
     that never sent to it, and never the one that did: where all else that ranks have exchanged has met."""
-    if len(waiting) < max(len(at), 3) or any(of_any(s) for s in waiting.values()):
+    exchanges = [(n, c) for n, s in waiting.items() for c in s.rank.calls if c.is_exchange]
+    # A message from whichever rank sends may be anybody's.
+    if len(waiting) < max(len(at), 3) or not all(call.ranks for _n, call in exchanges):
         return None
-    exchanges = [(n, c.ranks[0], c.op) for n, s in waiting.items() for c in s.rank.calls if c.is_exchange]
-    sent = {(n, peer) for n, peer, op in exchanges if "send" in op}
-    asked = {(peer, n) for n, peer, op in exchanges if "recv" in op}
+    sent = {(n, call.ranks[0]) for n, call in exchanges if "send" in call.op}
+    asked = {(call.ranks[0], n) for n, call in exchanges if "recv" in call.op}
     if not sent & asked or len(sent - asked) != 1 or len(asked - sent) != 1:
         return None
     ((source, to),), ((of, asker),) = sent - asked, asked - sent

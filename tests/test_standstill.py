@@ -49,7 +49,7 @@ def evidence(
     within: Sequence[int] = (),
     last_within: Sequence[int] = (),
     groups: Sequence[Sequence[int]] = (),
-    exchanged: Sequence[tuple[int, str, int, int]] = (),
+    exchanged: Sequence[tuple[int, str, int, int | None]] = (),
     keys_set: Sequence[str] = (),
     awaited: Sequence[str] = (),
     locked_by: int | None = None,
@@ -61,7 +61,7 @@ def evidence(
     the rank that a `recv` waits for. The last `anew` collectives came after the group was set up anew. The ranks of the
     group are `within`, and of that of the last collective alone `last_within`; none: all ranks. `groups` are
     the groups that the rank is in; `exchanged` are sends and receives as (after how many collectives, operation, line,
-    peer). `keys_set` of a store the rank has set, `awaited` it waits for; `locked_by` and `polls`
+    peer, None for whichever sends). `keys_set` of a store the rank has set, `awaited` it waits for; `locked_by` and `polls`
     are those of the look.
     """
     own = wire.rank_folder(folder, 0, rank)
@@ -968,3 +968,19 @@ def test_who_never_sent_a_rank_anything_owes_it_nothing(tmp_path: Path) -> None:
     asks = {"calls": step, "waits": True, "line": 20, "peer": 2, "exchanged": [(1, "recv", 20, 1), (1, "recv", 20, 2)]}
     run = hung(tmp_path, {**asks, "within": [0, 1, 2]}, {**there, "exchanged": [(1, "send", 9, 0)]}, there)
     assert run.culprit is None, run
+
+
+def test_who_took_a_message_of_anybody_may_have_taken_any(tmp_path: Path) -> None:
+    """Rank 2 sends to rank 1, which has received of whichever rank sent, and not to rank 0, which waits for it."""
+    step: list[Call] = [("all_reduce", 5)]
+    to: list[list[tuple[int, str, int, int | None]]] = [
+        [(1, "send", 20, 1), (1, "recv", 21, 2)],
+        [(1, "recv", 22, None), (1, "send", 20, 2), (1, "recv", 21, 0)],
+        [(1, "send", 20, 1), (1, "recv", 21, 1), (1, "send", 20, 1)],
+    ]
+    waits_for = [2, 0, 1]
+    ranks = [
+        {"calls": step, "waits": True, "line": 21, "peer": p, "exchanged": e}
+        for p, e in zip(waits_for, to, strict=True)
+    ]
+    assert hung(tmp_path, *ranks).culprit is None
