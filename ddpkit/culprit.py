@@ -34,7 +34,7 @@ from .flags import find_flag, find_nan
 from .late import came_after_all_had_given_up, gave_up_at, had_given_up_before, left_before_it_was_over
 from .mismatch import find_parting
 from .records import Failure, Rank
-from .standing import STILL_FROM_S, at_line, may_wait, same_line, standing, unmoved_s
+from .standing import STILL_FROM_S, at_line, may_wait, same_line, standing, thread_died_of, unmoved_s
 from .standstill import find
 
 Culprit = int | tuple[int, ...] | Literal["every rank"] | None
@@ -48,6 +48,8 @@ STEPS_MISSED = 2
 
 # What may come of another rank's end without a word of it: through a file, a pipe or a queue.
 _MAY_BE_PASSED_ON = {*LEAVES, "EOFError", "Empty", "TimeoutError", "KeyboardInterrupt"}
+
+_OTHER_END_CLOSED = {"EOFError", "BrokenPipeError", "ConnectionResetError", "ConnectionRefusedError"}
 
 # What the kernel refuses for what the process itself has or does; any other refusal may be over what ranks share.
 _OF_THE_PROCESS = {errno.EMFILE, errno.EFBIG, errno.EBADF}
@@ -80,7 +82,7 @@ def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
     at_fault = _as_ranks(culprit, ranks)
     words = {r.rank: words_for(r, classes[r.rank], ending, kind, r.rank in at_fault) for r in ranks}
     roles = {r.rank: "culprit" if r.rank in at_fault else _ROLES[classes[r.rank]] for r in ranks}
-    if kind == "sent_a_signal":
+    if kind in ("sent_a_signal", "thread_died"):
         roles |= {r.rank: "consequence" for r in own if r.rank not in at_fault}
     return Verdict(culprit, sentence, kind, words, roles)
 
@@ -102,7 +104,7 @@ _ROLES: dict[Class, str] = {
 def _find(ranks: Sequence[Rank], classes: Mapping[int, Class], ending: Ending) -> Found:
     of = {kind: [r for r in ranks if classes[r.rank] == kind] for kind in _ROLES}
     if of["own"]:
-        return _sent_a_signal(of["own"], ranks) or _among_own(of["own"], len(ranks))
+        return _sent_a_signal(of["own"], ranks) or _lost_a_thread(of["own"], ranks) or _among_own(of["own"], len(ranks))
     if of["parted"]:
         return _as_found(find_parting(ranks), ranks)
     if ending.reason:
@@ -185,6 +187,18 @@ def _sent_a_signal(own: Sequence[Rank], ranks: Sequence[Rank]) -> Found | None:
     return both, f"Rank {sent[0]} sent {first.signal} to rank {first.rank}{sent[1]}.", "sent_a_signal"
 
 
+def _lost_a_thread(own: Sequence[Rank], ranks: Sequence[Rank]) -> Found | None:
+    """The one rank of which a thread has died of an exception, where all that ranks raised themselves is that the other end of a
+    pipe or a socket was closed."""
+    died = {r.rank: died_of for r in ranks if (died_of := thread_died_of(r))}
+    closed = all(r.failure and r.failure.type in _OTHER_END_CLOSED for r in own)
+    if not closed or len(died) != 1 or any(r.rank in died for r in own):
+        return None
+    ((number, died_of),) = died.items()
+    first = min(own, key=failed_at)
+    return number, f"A thread of rank {number} has died of {died_of}; rank {first.rank} {deed(first)}.", "thread_died"
+
+
 def _among_own(own: Sequence[Rank], world_size: int) -> Found:
     """Ranks that failed by their own fault: all alike, or the earliest, or a tie."""
     by_time = sorted(own, key=failed_at)
@@ -262,8 +276,6 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
             f"Rank {number} raised {earlier} and, on its way out, waited for the others in vain{there}.",
             "own",
         )
-    if not (finding and finding.ranks):
-        finding = came_after_all_had_given_up(victim, ranks) or finding
     if finding and finding.ranks:
         return _as_found(finding, ranks)
     # A process closes its sockets a moment before it has ended, so the victim may be stamped first.
@@ -283,7 +295,7 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
 
 def _whom_it_waited_for(victim: Rank, ranks: Sequence[Rank], gave_up_ns: int | None) -> Finding | None:
     """Who held up the victim, which gave up at `gave_up_ns`, or else has lost a peer."""
-    finding = had_given_up_before(victim, ranks)
+    finding = had_given_up_before(victim, ranks) or came_after_all_had_given_up(victim, ranks)
     if not finding and gave_up_ns is None:
         finding = left_before_it_was_over(victim, ranks)
     return finding or find(ranks, at_ns=gave_up_ns)

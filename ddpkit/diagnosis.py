@@ -34,7 +34,7 @@ BY_TYPE_AND_TEXT, BY_TEXT, BY_GENERAL_TEXT, BY_SIGNAL, BY_VERDICT, BY_NOTHING_EL
 # of a restarted job held addresses of ranks that are gone.
 _SETTLED = {"ended", "agent_killed", "stopped_process", "stale_addresses"}
 # The verdict tells the page, and what stands in the logs is evidence of it, if of anything.
-_TELLS_THE_PAGE = {"init_elsewhere"}
+_TELLS_THE_PAGE = {"init_elsewhere", "thread_died"}
 # Where ddpkit itself ended a job that stood still, torchrun's log tells of that and of nothing else.
 _TORCHRUN_KNOWS = {"agent_failed", "peer_lost", "gave_up", "unknown", ""}
 # Nobody had failed: the ranks stood still. A loader's worker, which "loader_stuck" is about, may have failed, and stderr is

@@ -219,8 +219,8 @@ def _given_up(rank: Rank) -> Collective | None:
 
 
 def thread_died_of(rank: Rank) -> str:
-    """What Python last said on stderr of a thread that ended by an exception; "" if none did."""
-    _, died, said = rank.stderr.rpartition("Exception in thread ")
+    """What Python said on stderr of the first thread that ended by an exception; "" if none did."""
+    _, died, said = rank.stderr.partition("Exception in thread ")
     return died and next((line for line in said.splitlines()[2:] if line[:1].strip()), "")
 
 

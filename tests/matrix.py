@@ -2995,6 +2995,51 @@ CASES = [
         says=("Rank 3 left the common way: it waits to exchange with rank 0, as never before",),
     ),
     case(
+        "a thread of one rank that serves another dies, and so the other's pipe ends",
+        """
+        path = f"/tmp/serving-{os.environ['MASTER_PORT']}-{os.getppid()}"
+        def serve():
+            with listener.accept() as conn:
+                while True:
+                    conn.send([10, 20, 30][conn.recv()])
+        if rank == 0:
+            listener = Listener(path, family="AF_UNIX")
+            threading.Thread(target=serve, daemon=True).start()
+        dist.barrier()
+        asked = Client(path, family="AF_UNIX") if rank == 2 else None
+        for turn in range(5):
+            if asked:
+                asked.send(turn)
+                asked.recv()
+            dist.all_reduce(torch.ones(1))
+        """,
+        0,
+        "own_exception",
+        nproc=3,
+        init="import threading\nfrom multiprocessing.connection import Client, Listener\n" + INIT,
+        says=("A thread of rank 0 has died of IndexError: list index out of range; rank 2 raised EOFError",),
+    ),
+    case(
+        "a rank that saves first comes late to a sum, in a branch of its own, and the others have left",
+        """
+        for turn in range(3):
+            if rank == 1:
+                time.sleep(4 if turn == 2 else 0)
+                dist.all_reduce(torch.ones(1))
+                continue
+            try:
+                dist.all_reduce(torch.ones(1))
+            except RuntimeError:
+                sys.exit(0)
+        """,
+        1,
+        "straggler",
+        init=IMPATIENT,
+        nproc=3,
+        since_2_13=True,
+        says=("Rank 1 came to all_reduce #6", "who had given up waiting by then"),
+    ),
+    case(
         "guards abort the ranks that wait in vain for one that is stuck",
         """
         guard = threading.Timer(3, os.abort)
