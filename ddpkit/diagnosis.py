@@ -164,6 +164,9 @@ def diagnose(ranks: Sequence[Rank], verdict: Verdict, torchrun_log: str = "") ->
     if not at_fault and kind in _TORCHRUN_KNOWS:
         asked.append(_Words(None, "torchrun", wire.AGENT_LOG, 1, "", torchrun_log, 99))
     died = [r for r in suspects if verdict.roles.get(r.rank) != "consequence"]
+    if kind in _STANDSTILLS:
+        # What raises in C++ as its peers are gone may then be aborted.
+        died = [r for r in died if r.failure is None or r.failure.type == r.signal]
     if kind == "sent_a_signal":
         asked, died = [], [r for r in ranks if not r.told]
     unhurt = {r.rank for r in suspects if kind in _STANDSTILLS and r.failure is None}

@@ -984,3 +984,16 @@ def test_who_took_a_message_of_anybody_may_have_taken_any(tmp_path: Path) -> Non
         for p, e in zip(waits_for, to, strict=True)
     ]
     assert hung(tmp_path, *ranks).culprit is None
+
+
+def test_who_is_aborted_once_its_peers_are_gone_has_not_aborted_the_job(tmp_path: Path) -> None:
+    """Rank 1 of three joins another sum than the others; one of them aborts over it, and then rank 1, which has raised, too."""
+    write_run(tmp_path, nproc=3)
+    lost = {"type": "RuntimeError", "message": PEER_LOST.format(port=1)}
+    for number, at_ns in enumerate((9 * 10**9, 8 * 10**9, 9 * 10**9)):
+        aborted = {"exitcode": -6, "signal": "SIGABRT"} if number == 1 else {}
+        write_rank(tmp_path, number, {**lost, "at_ns": at_ns}, **aborted)
+        evidence(tmp_path, number, [("all_reduce", 5), ("all_reduce", 20 + number % 2, [4 + number % 2])], waits=True)
+    run = Run.from_folder(tmp_path)
+    assert (run.culprit, run.verdict.kind) == (1, "mismatch"), run
+    assert run.diagnosis is not None and run.diagnosis.name == "collective_mismatch", run.diagnosis
