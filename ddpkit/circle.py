@@ -238,7 +238,8 @@ def _lost_a_thread(at: Mapping[int, Standing]) -> Odd | None:
 
 def _went_astray(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:
     """The rank that went from one call to another as no rank ever did."""
-    if not (found := strayed(histories)):
+    # One line may serve groups of several sizes in turn.
+    if not (found := strayed(histories) or strayed(histories, lambda call: (call.call, len(call.ranks)))):
         return None
     odd, before, after = found
     way = f"from {before.name}{before.from_line} it came to {after.name}{after.from_line}"

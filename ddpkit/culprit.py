@@ -31,7 +31,13 @@ from .endings import (
 )
 from .finding import Finding, ranks_said, verb
 from .flags import find_flag, find_nan
-from .late import came_after_all_had_given_up, gave_up_at, had_given_up_before, left_before_it_was_over
+from .late import (
+    came_after_all_had_given_up,
+    gave_up_at,
+    had_given_up_before,
+    left_before_it_was_over,
+    left_the_others_waiting,
+)
 from .mismatch import find_parting
 from .records import Failure, Rank
 from .standing import STILL_FROM_S, at_line, may_wait, same_line, standing, thread_died_of, unmoved_s
@@ -205,6 +211,8 @@ def _among_own(own: Sequence[Rank], world_size: int) -> Found:
     first = by_time[0]
     if len(own) == 1:
         return first.rank, f"Rank {first.rank} {deed(first)}.", "own"
+    if len(own) == world_size and (finding := left_the_others_waiting(own)):
+        return finding.ranks[0], finding.sentence, finding.kind
     if any(len(set(map(likeness, own))) == 1 for likeness in (_line_and_type, _words_of_a_library)):
         # The lowest rank speaks for all: whose text is quoted must not depend on a race.
         numbers = tuple(sorted(r.rank for r in own))

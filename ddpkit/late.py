@@ -79,6 +79,25 @@ def left_before_it_was_over(victim: Rank, ranks: Sequence[Rank]) -> Finding | No
     return Finding(tuple(soon), f"{gone}; rank {victim.rank} lost it there{where}.", "left_early")
 
 
+def left_the_others_waiting(ranks: Sequence[Rank]) -> Finding | None:
+    """Of ranks that have all left by an exit code, who left first, without the collective to which all others, two or more, then
+    came: these came out of it only as that had gone, and caught what it raised."""
+    first, *others = sorted(ranks, key=failed_at)
+    last = {r.rank: r.collectives[-1] for r in others if r.collectives}
+    keys = {call.key for call in last.values()}
+    left = all(r.failure and r.failure.type == "SystemExit" and not r.failure.chain for r in ranks)
+    if not left or len(others) < 2 or len(last) < len(others) or len(keys) != 1 or not first.collectives:
+        return None
+    call = last[others[0].rank]
+    if call.root is not None or first.rank not in call.ranks or any(c.key in keys for c in first.collectives):
+        return None
+    if any(c.over_ns < failed_at(first) for c in last.values()):
+        return None
+    where = f" ({first.failure.line_text})" if first.failure and first.failure.line_text else ""
+    gone = f"Rank {first.rank} left by sys.exit, {first.failure.message if first.failure else ''}{where}"
+    return Finding((first.rank,), f"{gone}, without {call.name}{call.from_line}, to which the others came.", "own")
+
+
 def had_given_up_before(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:
     """Who came too late to a collective that the victim had given up before, and caught that: gloo has closed the connections
     of that group then, and whatever else is begun in it fails at once, as it says, or as who came late has lost them too."""

@@ -139,26 +139,29 @@ def _judged_by_habit(joined: Mapping[int, Collective], histories: Histories) -> 
     return Parting(joined)
 
 
-def strayed(histories: Histories) -> tuple[int, Collective, Collective] | None:
+def strayed(
+    histories: Histories, alike: Callable[[Collective], object] = lambda call: call.call
+) -> tuple[int, Collective, Collective] | None:
     """The only rank that once went from one call to another as nobody else did in the whole job, nor itself at other times,
-    across groups: the rank, the call before and the one it came to. None where no rank, or more than one, did so.
+    across groups: the rank, the call before and the one it came to. None where no rank, or more than one, did so. Calls are the
+    same where `alike` is.
 
     Who sends comes to the first send alone. With sends and receives only a rank's last step counts, and if that of every
     other rank was one that it had made before. A first send from a line may be what its peer has not come to receive.
     """
     steps = [(rank, *pair) for rank, history in histories.items() for pair in itertools.pairwise(in_time(history))]
-    made = Counter((before.call, after.call) for _rank, before, after in steps)
-    left = Counter(before.call for _rank, before, _after in steps)
-    left_by = Counter((rank, before.call) for rank, before, _after in steps)
+    made = Counter((alike(before), alike(after)) for _rank, before, after in steps)
+    left = Counter(alike(before) for _rank, before, _after in steps)
+    left_by = Counter((rank, alike(before)) for rank, before, _after in steps)
     habits = {(rank, call) for (rank, call), times in left_by.items() if times > 1 and left[call] > HABIT_FROM}
-    once = [(r, b, a) for r, b, a in steps if made[b.call, a.call] == 1 and (r, b.call) in habits]
+    once = [(r, b, a) for r, b, a in steps if made[alike(b), alike(a)] == 1 and (r, alike(b)) in habits]
     if any(after.is_exchange for _rank, _before, after in steps):
-        made_by = Counter((rank, before.call, after.call) for rank, before, after in steps)
+        made_by = Counter((rank, alike(before), alike(after)) for rank, before, after in steps)
         last = {rank: (rank, before, after) for rank, before, after in steps}
-        new = [rank for rank, b, a in last.values() if made_by[rank, b.call, a.call] == 1]
+        new = [rank for rank, b, a in last.values() if made_by[rank, alike(b), alike(a)] == 1]
         once = [step for step in once if step == last[step[0]] and new == [step[0]]]
-        known = {before.call for _rank, before, _after in steps}
-        once = [(r, b, a) for r, b, a in once if a.call in known or not (a.is_exchange and "send" in a.op)]
+        known = {alike(before) for _rank, before, _after in steps}
+        once = [(r, b, a) for r, b, a in once if alike(a) in known or not (a.is_exchange and "send" in a.op)]
     return once[0] if len(once) == 1 else None
 
 

@@ -145,14 +145,14 @@ def has_a_new_neighbour(waiting: Mapping[int, Standing], at: Mapping[int, Standi
 
 
 def on_one_side(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> bool:
-    """Whether each rank waits to send to one that waits to send at the same line, or all so to receive, after as many sends and
-    receives: then nobody alone is at fault."""
+    """Whether each rank waits to send to one that waits to send, or all so to receive, after as many sends and receives, two at
+    the same line: then nobody alone is at fault."""
     last = {n: s.rank.calls[-1] for n, s in waiting.items() if s.pairwise and s.rank.calls}
     if not len(last) == len(waiting) == len(at):
         return False
     for number, call in last.items():
         partner = last.get(call.ranks[0]) if call.ranks else None
-        if partner is None or partner.call != call.call:
+        if partner is None or partner.op != call.op or (len(at) == 2 and partner.call != call.call):
             return False
         made, theirs = (Counter(c.op for c in at[n].rank.calls) for n in (number, call.ranks[0]))
         if made != theirs:

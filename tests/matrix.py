@@ -3040,6 +3040,60 @@ CASES = [
         says=("Rank 1 came to all_reduce #6", "who had given up waiting by then"),
     ),
     case(
+        "every rank logs what it met and leaves by the same exit code, and one had an error of its own",
+        """
+        def train():
+            for turn in range(6):
+                time.sleep(0.2)
+                {"rate": 1}["lr" if (rank, turn) == (1, 4) else "rate"]
+                dist.all_reduce(torch.ones(4))
+        def main():
+            try:
+                train()
+            except Exception as error:
+                print("gave up:", error, flush=True)
+                return 13
+        sys.exit(main())
+        """,
+        1,
+        "exit_code",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 1 left by sys.exit, exit code 13 (line 22", "without all_reduce #8", "to which the others came"),
+    ),
+    hang(
+        "a rank takes the groups of one line in another order in one step",
+        """
+        everyone, pairs = dist.group.WORLD, [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        for turn in range(8):
+            groups = [pairs[rank % 2], everyone]
+            for group in reversed(groups) if (rank, turn) == (2, 6) else groups:
+                dist.all_reduce(torch.ones(4), group=group)
+        """,
+        2,
+        "skipped_collective",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 2 never joined all_reduce #7 of group 1", "as nobody else ever did"),
+    ),
+    hang(
+        "every rank sends to its neighbours first, at two lines, and none receives",
+        """
+        if rank:
+            dist.send(torch.ones(9000), rank - 1)
+        if rank < 3:
+            dist.send(torch.ones(9000), rank + 1)
+        for n in (rank - 1, rank + 1):
+            if 0 <= n < 4:
+                dist.recv(torch.zeros(9000), n)
+        """,
+        "every rank",
+        "everyone_waits",
+        nproc=4,
+        since_2_13=True,
+        says=("Each does the same, and none meets another",),
+    ),
+    case(
         "guards abort the ranks that wait in vain for one that is stuck",
         """
         guard = threading.Timer(3, os.abort)
