@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .endings import failed_at
+from .endings import deed, failed_at
 from .finding import Finding, ranks_said
 from .frames import Frame
 from .records import Rank
@@ -93,9 +93,8 @@ def left_the_others_waiting(ranks: Sequence[Rank]) -> Finding | None:
         return None
     if any(c.over_ns < failed_at(first) for c in last.values()):
         return None
-    where = f" ({first.failure.line_text})" if first.failure and first.failure.line_text else ""
-    gone = f"Rank {first.rank} left by sys.exit, {first.failure.message if first.failure else ''}{where}"
-    return Finding((first.rank,), f"{gone}, without {call.name}{call.from_line}, to which the others came.", "own")
+    without = f"without {call.name}{call.from_line}, to which the others came"
+    return Finding((first.rank,), f"Rank {first.rank} {deed(first)}, {without}.", "own")
 
 
 def had_given_up_before(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:
