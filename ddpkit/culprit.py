@@ -29,6 +29,7 @@ from .endings import (
     tells_of_another,
     words_for,
 )
+from .failures import Failure
 from .finding import Finding, ranks_said, verb
 from .flags import find_flag, find_nan
 from .late import (
@@ -39,7 +40,7 @@ from .late import (
     left_the_others_waiting,
 )
 from .mismatch import find_parting
-from .records import Failure, Rank
+from .records import Rank
 from .standing import STILL_FROM_S, at_line, may_wait, same_line, standing, thread_died_of, unmoved_s
 from .standstill import find
 

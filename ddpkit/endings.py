@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .records import Failure, Rank
+from .failures import Failure
+from .records import Rank
 from .stable import stable
 
 Class = Literal["passed", "own", "parted", "peer_lost", "gave_up", "heard", "told", "unknown"]

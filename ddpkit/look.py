@@ -62,7 +62,7 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
     gather_collectives(awake, [rank.rank for rank in awake if rank.failure or _has_the_gil(rank, spied)])
     for rank in living:
         path = rank.folder / wire.STACK
-        _write(path, with_sources(_text(path), sources(rank.folder.parents[2])))
+        _write(path, with_sources(wire.read_text(path), sources(rank.folder.parents[2])))
     on_gpu = machine.device_busy([rank.pid or 0 for rank in living])
     locked_by, rank_of = outside.locked_by(spied), {rank.pid: rank.rank for rank in living}
     for rank in living:
@@ -182,8 +182,8 @@ def _inside(pid: int) -> list[str]:
 def _around(rank: Rank) -> dict[str, Any]:
     """Whether the rank's own line looks at something again and again, and sleeps in between; and the loops it is in."""
     cells = sources(rank.folder.parents[2])
-    own = [frame for frame in stack_frames(_text(rank.folder / wire.STACK), cells) if frame.own]
-    programs = [(cells.get(frame.file) or _text(Path(frame.file)), frame) for frame in own]
+    own = [frame for frame in stack_frames(wire.read_text(rank.folder / wire.STACK), cells) if frame.own]
+    programs = [(cells.get(frame.file) or wire.read_text(Path(frame.file)), frame) for frame in own]
     return {
         "polls": any(outside.polls(source, frame.line) for source, frame in programs[:1]),
         "loops": [f"{frame.file}:{line}" for source, frame in programs for line in outside.loops(source, frame.line)],
@@ -251,7 +251,7 @@ def _workers_of(rank: Rank) -> dict[int, str]:
 
 
 def _children_in_a_loader(rank: Rank) -> list[int]:
-    if _IN_LOADER not in _text(rank.folder / wire.STACK):
+    if _IN_LOADER not in wire.read_text(rank.folder / wire.STACK):
         return []
     try:
         return [child.pid for child in psutil.Process(rank.pid).children(recursive=True)]
@@ -278,10 +278,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -1,9 +1,8 @@
-"""Reads a run folder into plain data: attempts, ranks and failures as they were written down, without a word of judgement."""
+"""Reads a run folder into plain data: attempts and ranks as they were written down, without a word of judgement."""
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,44 +10,9 @@ from typing import Any
 
 from . import wire
 from .collectives import Collective, in_time, read_collectives, read_exchanges, read_keyed, read_keys_set
+from .failures import Failure, read_failure
 from .frames import Frame, stack_frames
 from .stable import shortened, stable
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a rank failed by itself: an uncaught exception, `sys.exit` with a text or code, `os._exit`, or a fatal signal.
-
-    `at_ns` is the wall clock in nanoseconds, taken before the rank cleaned up; `chain` holds what the exception was
-    raised from, nearest first, as (type, message); `where` is the innermost line of the user's own code; `at_fault` are the
-    ranks that the exception itself names, () for nearly all. `by_thread`: another thread than the main one left by `os._exit` or
-    `os.abort`, while the main one was in `frames`. `let_go`: it came to a collective of all on its way out, and let others go on.
-    `nan_in` are the variables of the user's own functions on the way to it that held nan.
-    """
-
-    at_ns: int
-    type: str
-    message: str
-    traceback: str
-    frames: tuple[Frame, ...] = ()
-    where: Frame | None = None
-    chain: tuple[tuple[str, str], ...] = ()
-    errno: int | None = None
-    at_fault: tuple[int, ...] = ()
-    by_thread: bool = False
-    let_go: bool = False
-    nan_in: tuple[str, ...] = ()
-
-    @property
-    def line_text(self) -> str:
-        """`line 19: loss = net(x).mean()`, or "" when no line is known."""
-        return self.where.text if self.where else ""
-
-    @property
-    def text(self) -> str:
-        """`ValueError: boom`, on one line, without what varies between runs."""
-        message = shortened(stable(self.message))
-        return f"{self.type}: {message}" if message else self.type
 
 
 @dataclass(frozen=True)
@@ -148,12 +112,12 @@ class Rank:
     @property
     def log(self) -> str:
         """What the rank logged, where its script called `ddpkit.rank.log_to`; "" where it did not."""
-        return _text(self.folder / wire.LOG)
+        return wire.read_text(self.folder / wire.LOG)
 
     @property
     def stack(self) -> str:
         """The Python stack of every thread as last asked for while the rank ran, or as it crashed; "" if never."""
-        return _text(self.folder / wire.STACK) or _text(self.folder / wire.CRASH)
+        return wire.read_text(self.folder / wire.STACK) or wire.read_text(self.folder / wire.CRASH)
 
     @cached_property
     def stack_frames(self) -> list[Frame]:
@@ -276,7 +240,7 @@ class Rank:
     def reports(self) -> tuple[dict[str, Any], ...]:
         """Every `ddpkit.rank.report(...)` of this rank, in order."""
         found = []
-        for line in _text(self.folder / wire.REPORTS).splitlines():
+        for line in wire.read_text(self.folder / wire.REPORTS).splitlines():
             try:
                 found.append(json.loads(line)["values"])
             except (ValueError, KeyError):
@@ -323,11 +287,9 @@ def _read_rank(folder: Path, own: Path) -> Rank:
     ended = wire.read_record(own / wire.EXIT) or {}
     attempt, rank = _number(own.parent), _number(own)
     local_rank = started.get("local_rank", rank)
-    log, cells = log_folder(folder, attempt, local_rank), sources(folder)
-    # Without an exit record the keeper itself was killed; a failure record of its rank still stands.
+    log = log_folder(folder, attempt, local_rank)
     finished = wire.read_record(own / wire.FINISHED) or {}
     left_at = finished.get("left_at")
-    failed = wire.read_record(own / wire.FAILURE) if ended.get("exitcode", 1) != 0 else None
     return Rank(
         rank=rank,
         local_rank=local_rank,
@@ -349,7 +311,7 @@ def _read_rank(folder: Path, own: Path) -> Rank:
         told_ns=ended.get("told_ns", 0),
         killed_for=ended.get("killed_for", ""),
         oom=ended.get("oom", ""),
-        failure=_failure(failed) if failed else _crash(own, ended, cells) or _timed_out(log, ended, cells),
+        failure=read_failure(own, log, ended, sources(folder)),
         peak_rss_mib=ended.get("peak_rss_mib"),
     )
 
@@ -359,57 +321,6 @@ def log_folder(folder: Path, attempt: int, local_rank: int) -> Path | None:
     return next(iter((folder / wire.LOGS).glob(f"*/attempt_{attempt}/{local_rank}")), None)
 
 
-def _failure(record: dict[str, Any]) -> Failure:
-    where = record.get("where")
-    return Failure(
-        at_ns=record["at_ns"],
-        type=record["type"],
-        message=record["message"],
-        traceback=record["traceback"],
-        frames=tuple(Frame(**f) for f in record["frames"]),
-        where=Frame(**where) if where else None,
-        chain=tuple((c["type"], c["message"]) for c in record["chain"]),
-        at_fault=tuple(record.get("at_fault", ())),
-        errno=record.get("errno"),
-        by_thread=record.get("by_thread", False),
-        let_go=record.get("let_go", False),
-        nan_in=tuple(record.get("nan_in", ())),
-    )
-
-
-def _crash(own: Path, ended: dict[str, Any], cells: dict[str, str]) -> Failure | None:
-    """A death by signal that nobody had sent to end the job, with the stack that faulthandler left, if it could."""
-    if not ended.get("signal") or ended.get("told"):
-        return None
-    crash = _text(own / wire.CRASH)
-    frames = stack_frames(crash, cells)
-    where = next((f for f in frames if f.own), frames[0] if frames else None)
-    message = crash.partition("\n")[0] if crash.startswith("Fatal") else ""
-    return Failure(ended["at_ns"], ended["signal"], message, crash, tuple(reversed(frames)), where)
-
-
-def _timed_out(log: Path | None, ended: dict[str, Any], cells: dict[str, str]) -> Failure | None:
-    """An end by `faulthandler.dump_traceback_later(..., exit=True)`, by what it writes last."""
-    if log is None or ended.get("exitcode") != 1 or ended.get("told"):
-        return None
-    _, header, dump = f"\n{_text(log / 'stderr.log')[-100_000:]}".rpartition("\nTimeout (")
-    message, _, stacks = dump.partition("\n")
-    if not header or not re.match(r"[\d:.]+\)!$", message) or not stacks.startswith("Thread 0x"):
-        return None
-    frames = stack_frames(stacks, cells)
-    where = next((f for f in frames if f.own), None)
-    return Failure(
-        ended["at_ns"], "dump_traceback_later", f"Timeout ({message}", stacks, tuple(reversed(frames)), where
-    )
-
-
 def sources(folder: Path) -> dict[str, str]:
     """The notebook cells that the job's function came from: file name as tracebacks give it, to text."""
     return (wire.read_record(folder / wire.CALL_CONTEXT) or {}).get("sources", {})
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -78,7 +78,7 @@ class Run:
     def script(self) -> str:
         """The program's text as it ran, line for line as tracebacks count; "" for a module or a function."""
         name = self._spec.get("script", "")
-        return _read(self.folder / name) if name and name != wire.FUNCTION_SCRIPT else ""
+        return wire.read_text(self.folder / name) if name and name != wire.FUNCTION_SCRIPT else ""
 
     @property
     def facts(self) -> str:
@@ -192,7 +192,7 @@ class Run:
     @property
     def torchrun_log(self) -> str:
         """What torchrun's agent itself printed."""
-        return _read(self.folder / wire.AGENT_LOG)
+        return wire.read_text(self.folder / wire.AGENT_LOG)
 
     # Acting on a run that still goes on.
 
@@ -340,13 +340,6 @@ def _ranks(number: int) -> str:
 
 def _as_tuple(culprit: Culprit) -> tuple[Any, ...]:
     return culprit if isinstance(culprit, tuple) else (culprit,)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def save_spec(folder: Path, spec: Mapping[str, Any]) -> None:

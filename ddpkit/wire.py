@@ -132,6 +132,14 @@ def read_record(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def read_text(path: Path) -> str:
+    """The text at `path`, bad bytes replaced; "" when it is not there."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def written_ns(path: Path) -> int:
     """When the record at `path` was written, by the wall clock in nanoseconds; 0 where it is not there."""
     try:

@@ -16,8 +16,9 @@ from conftest import wait_for
 
 from ddpkit.diagnosis import Diagnosis
 from ddpkit.evidence import Row, Standstill
+from ddpkit.failures import Failure
 from ddpkit.frames import Frame
-from ddpkit.records import Failure, Rank
+from ddpkit.records import Rank
 from ddpkit.sink import Line, Now, RankNow
 from ddpkit.view import GAP, MOST_PENDING, MOST_REMEMBERED, MOST_SAMPLES, Lane, RunView, hear_clicks_while_busy
 
