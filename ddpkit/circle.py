@@ -20,7 +20,6 @@ from .exchanges import (
     has_not_sent_as_others,
     has_sent_fewer_to_a_server,
     is_first_to_exchange,
-    of_another_tag,
     of_any,
     out_of_an_exchange,
     owes_the_one_behind,
@@ -60,6 +59,8 @@ from .standing import (
     with_line,
 )
 from .storekeys import left_unset
+from .tags import of_another_tag
+from .turns import stayed_behind
 
 _NOT_A_MEMBER = re.compile(r"Running (\w+) on global rank \d+ which does not belong to the given group")
 BY_MOST = "after the same calls most ranks came to another one"
@@ -193,7 +194,7 @@ def _left_the_way(
     found = found or _left_its_group(waiting, at) or _lost_a_thread(at) or _went_astray(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
-    found = found or one_too_many_in_a_row(waiting)
+    found = found or one_too_many_in_a_row(waiting) or stayed_behind(histories)
     return found or _alone_at_its_line(waiting) or (out_of_step(waiting, at), BY_MOST)
 
 

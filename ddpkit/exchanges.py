@@ -95,22 +95,6 @@ def comes_sooner_than_ever(waiter: Standing) -> bool:
     return len({*before}) == 1 and last < before[0]
 
 
-def of_another_tag(waiting: Mapping[int, Standing]) -> Odd | None:
-    """The rank whose tag is not that of most, where one waits to send to another and that to receive of it, with other tags."""
-    last = {n: s.rank.calls[-1] for n, s in waiting.items() if s.pairwise and s.rank.calls}
-    tags = {n: call.tag for n, call in last.items()}
-    past_each_other = any(
-        "send" in call.op and call.ranks == (peer,) and "recv" in to.op and to.ranks == (n,) and call.tag != to.tag
-        for n, call in last.items()
-        for peer, to in last.items()
-    )
-    usual, times = Counter(tags.values()).most_common(1)[0] if tags else (0, 0)
-    odd = tuple(n for n, tag in sorted(tags.items()) if tag != usual)
-    if not past_each_other or 2 * times <= len(tags):
-        return None
-    return odd, f"it sends and receives with tag {tags[odd[0]]}, the others with tag {usual}"
-
-
 def has_another_partner(waiting: Mapping[int, Standing]) -> Odd | None:
     """The rank that waits to send to and receive of one that has gone on, as that and a third have swapped with each other
     since the collective before, in as many exchanges as ever."""
@@ -209,6 +193,7 @@ def _left_an_exchange(
                 or _gave_others_more(left, number, at)
                 or _one_send_less(left, waiting)
                 or _one_of_as_many_as_ever(left, number, waiting)
+                or _came_from_the_rest(left, number, waiting, at)
             ):
                 return (left,), f"rank {number} {way}"
     return None
@@ -308,6 +293,21 @@ def _one_of_as_many_as_ever(left: int, number: int, waiting: Mapping[int, Standi
     if not as_ever or now.count(left) != 1 or not for_it <= {*now}:
         return ""
     return f"waits for it, as one of the {len({*now})} that it meets in every round"
+
+
+def _came_from_the_rest(left: int, number: int, waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> str:
+    """What rank `number` waits to receive, if since the collective before it has received of all others at the line where it
+    waits, each had to do with it alone, and is in the collective of `left`, which made no exchange; "" where that is not so."""
+    rest = {n for n in at if n not in (left, number)}
+    *now, last = waiting[number].rank.calls[-len(_last_round(waiting[number])) :]
+    came_of = {c.ranks[0] for c in now if "recv" in c.op and c.ranks and same_line(c.where, last.where)}
+    with_it_alone = all(
+        n in waiting and not waiting[n].pairwise and {peer for _op, peer in _last_round(waiting[n])} == {number}
+        for n in rest
+    )
+    if "recv" not in last.op or not rest or came_of != rest or not with_it_alone or _last_round(waiting[left]):
+        return ""
+    return f"waits for a message of it at the line where that of {ranks_said(sorted(rest)).lower()} came"
 
 
 def has_sent_fewer_to_a_server(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:

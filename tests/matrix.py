@@ -3077,6 +3077,84 @@ CASES = [
         says=("Rank 2 never joined all_reduce #7 of group 1", "as nobody else ever did"),
     ),
     hang(
+        "a worker counts a message of which it had to make two attempts twice, and so has another tag than its server",
+        """
+        for turn in range(5):
+            for worker in range(1, 3) if rank == 0 else ():
+                dist.recv(torch.zeros(4), worker, tag=turn)
+            for worker in range(1, 3) if rank == 0 else ():
+                dist.send(torch.ones(4), worker, tag=1000 + turn)
+            if rank:
+                dist.send(torch.ones(4), 0, tag=turn + ((rank, turn) >= (2, 3)))
+                dist.recv(torch.zeros(4), 0, tag=1000 + turn)
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=3,
+        since_2_13=True,
+        says=("Rank 2 left the common way: it sends with tag 4, and so many messages on the others have tag 3",),
+    ),
+    hang(
+        "of two ranks the one that receives has left out a tag",
+        """
+        for turn in range(5):
+            if rank == 0:
+                dist.send(torch.ones(4), 1, tag=turn)
+            else:
+                dist.recv(torch.zeros(4), 0, tag=turn + (turn == 4))
+        """,
+        1,
+        "unmatched_send_recv",
+        since_2_13=True,
+        says=("Rank 1 left the common way: its tags so far were 1, 2, 3, and this one is 5",),
+    ),
+    hang(
+        "a rank that has nothing to report sends nothing, and the only other one has sent its report",
+        """
+        for turn in range(4):
+            dist.all_reduce(torch.ones(4))
+        for source in range(1, 3) if rank == 0 else ():
+            dist.recv(torch.zeros(1), source)
+            dist.recv(torch.zeros(4), source)
+        if rank == 1:
+            dist.send(torch.ones(1), 0)
+            dist.send(torch.ones(4), 0)
+        dist.barrier()
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=3,
+        since_2_13=True,
+        says=("Rank 2 left the common way: rank 0 waits for a message of it at the line where that of rank 1 came",),
+    ),
+    hang(
+        "a rank that is left out of a tree of messages goes on to the next exchange of gradients",
+        """
+        def mean():
+            for mask in (1, 2):
+                sending = dist.isend(torch.ones(4), rank ^ mask, tag=1)
+                dist.recv(torch.zeros(4), rank ^ mask, tag=1)
+                sending.wait()
+        def report():
+            for mask in (1, 2):
+                if rank & mask:
+                    dist.send(torch.ones(4), rank - mask, tag=2)
+                    return
+                dist.recv(torch.zeros(4), rank + mask, tag=2)
+        for turn in range(6):
+            mean()
+            if turn == 3 and rank != 2:
+                report()
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=(
+            "Rank 2 left the common way: after 16 calls in mean all others went on to report, and it makes more of them",
+        ),
+    ),
+    hang(
         "every rank sends to its neighbours first, at two lines, and none receives",
         """
         if rank:
