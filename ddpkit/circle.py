@@ -275,10 +275,10 @@ def _is_ahead(waiter: Standing, at: Mapping[int, Standing]) -> bool:
 
 
 def _only_one_to_set_a_key(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> int | None:
-    """The rank that waits in a collective while all others, who are more than one, wait for one key of the store."""
-    not_at_it = [n for n, s in waiting.items() if s.collective or not is_at_a_key(s)]
-    wanted = {s.rank.awaited for n, s in waiting.items() if n not in not_at_it}
-    return not_at_it[0] if len(not_at_it) == len(wanted) == 1 and len(waiting) == len(at) > 2 else None
+    """The rank that waits for something else while all others, who are more than one, wait for one key of the store."""
+    wanted = {n: s.rank.awaited for n, s in waiting.items() if not s.collective and is_at_a_key(s)}
+    key, most = Counter(wanted.values()).most_common(1)[0] if wanted else ((), 0)
+    return next(n for n in waiting if wanted.get(n) != key) if 1 < most == len(waiting) - 1 == len(at) - 1 else None
 
 
 def _in_another_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:

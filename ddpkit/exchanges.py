@@ -299,13 +299,16 @@ def _came_from_the_rest(left: int, number: int, waiting: Mapping[int, Standing],
     """What rank `number` waits to receive, if since the collective before it has received of all others at the line where it
     waits, each had to do with it alone, and is in the collective of `left`, which made no exchange; "" where that is not so."""
     rest = {n for n in at if n not in (left, number)}
-    *now, last = waiting[number].rank.calls[-len(_last_round(waiting[number])) :]
+    calls = waiting[number].rank.calls
+    if not calls or "recv" not in calls[-1].op:
+        return ""
+    *now, last = calls[-len(_last_round(waiting[number])) :]
     came_of = {c.ranks[0] for c in now if "recv" in c.op and c.ranks and same_line(c.where, last.where)}
     with_it_alone = all(
         n in waiting and not waiting[n].pairwise and {peer for _op, peer in _last_round(waiting[n])} == {number}
         for n in rest
     )
-    if "recv" not in last.op or not rest or came_of != rest or not with_it_alone or _last_round(waiting[left]):
+    if not rest or came_of != rest or not with_it_alone or _last_round(waiting[left]):
         return ""
     return f"waits for a message of it at the line where that of {ranks_said(sorted(rest)).lower()} came"
 

@@ -45,5 +45,5 @@ def _stays(calls: Sequence[Collective]) -> list[_Stay]:
         (function, tuple(call.op for call in run))
         for function, run in itertools.groupby(in_time(calls), lambda call: call.where.function if call.where else "")
     ]
-    after = [function for function, _ops in runs[1:]] + [""]
-    return [_Stay(function, ops, to) for (function, ops), to in zip(runs, after, strict=True)]
+    after = [*[function for function, _ops in runs][1:], ""]
+    return [_Stay(function, ops, to) for (function, ops), to in zip(runs, after, strict=False)]

@@ -3155,6 +3155,25 @@ CASES = [
         ),
     ),
     hang(
+        "a leader announces itself under the number of the term before, and waits for the others' answer",
+        """
+        store = dist.distributed_c10d._get_default_store()
+        for term in range(5):
+            leader = term % 3 if term < 4 else 0
+            if rank == leader:
+                store.set(f"leader/{term - (term == 4)}", "1")
+                store.wait([f"heard/{term}/{r}" for r in range(3) if r != rank])
+            else:
+                store.wait([f"leader/{term}"])
+                store.set(f"heard/{term}/{rank}", "1")
+        """,
+        0,
+        "store_key_never_set",
+        nproc=3,
+        since_2_13=True,
+        says=("Ranks 1 and 2 wait for the key", "rank 0, the only one left to set it, waits for the keys"),
+    ),
+    hang(
         "every rank sends to its neighbours first, at two lines, and none receives",
         """
         if rank:

@@ -168,6 +168,7 @@ ALLOWED: dict[str, set[str]] = {
         "rings",
         "storekeys",
         "tags",
+        "turns",
         "parting",
         "finding",
         "collectives",

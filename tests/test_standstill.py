@@ -966,8 +966,26 @@ def test_who_never_sent_a_rank_anything_owes_it_nothing(tmp_path: Path) -> None:
     step: list[Call] = [("all_reduce", 5)]
     there: dict[str, Any] = {"calls": step * 2, "waits": True, "within": [0, 1, 2]}
     asks = {"calls": step, "waits": True, "line": 20, "peer": 2, "exchanged": [(1, "recv", 20, 1), (1, "recv", 20, 2)]}
-    run = hung(tmp_path, {**asks, "within": [0, 1, 2]}, {**there, "exchanged": [(1, "send", 9, 0)]}, there)
+    between = {**there, "exchanged": [(1, "send", 9, 0), (1, "recv", 20, 2)]}
+    end = {**there, "exchanged": [(1, "send", 9, 1)]}
+    run = hung(tmp_path, {**asks, "within": [0, 1, 2]}, between, end)
     assert run.culprit is None, run
+
+
+def test_who_alone_sends_nothing_to_the_rank_that_asks_all_at_one_line_owes_it_a_message(tmp_path: Path) -> None:
+    """And not where it asks at another line, or wants to send."""
+    step: list[Call] = [("all_reduce", 5)]
+    there: dict[str, Any] = {"calls": step * 2, "waits": True, "within": [0, 1, 2]}
+    asks: dict[str, Any] = {"calls": step, "waits": True, "line": 20, "peer": 2, "within": [0, 1, 2]}
+    took = [(1, "recv", 20, 1), (1, "recv", 20, 2)]
+    sent = {**there, "exchanged": [(1, "send", 9, 0)]}
+    run = hung(tmp_path / "owes", {**asks, "exchanged": took}, sent, there)
+    assert (run.culprit, run.verdict.kind) == (2, "unmatched"), run
+    assert "rank 0 waits for a message of it at the line where that of rank 1 came" in run.verdict.sentence
+    other_line = [(1, "recv", 21, 1), (1, "recv", 20, 2)]
+    assert hung(tmp_path / "line", {**asks, "exchanged": other_line}, sent, there).culprit is None
+    sends = [(1, "recv", 20, 1), (1, "send", 20, 2)]
+    assert hung(tmp_path / "sends", {**asks, "exchanged": sends}, sent, there).culprit is None
 
 
 def test_who_took_a_message_of_anybody_may_have_taken_any(tmp_path: Path) -> None:
