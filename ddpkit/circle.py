@@ -60,7 +60,7 @@ from .standing import (
 )
 from .storekeys import left_unset
 from .tags import of_another_tag
-from .turns import stayed_behind
+from .turns import asks_too_soon, stayed_behind
 
 _NOT_A_MEMBER = re.compile(r"Running (\w+) on global rank \d+ which does not belong to the given group")
 BY_MOST = "after the same calls most ranks came to another one"
@@ -195,6 +195,7 @@ def _left_the_way(
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
     found = found or one_too_many_in_a_row(waiting) or stayed_behind(histories)
+    found = found or asks_too_soon(waiting, at)
     return found or _alone_at_its_line(waiting) or (out_of_step(waiting, at), BY_MOST)
 
 

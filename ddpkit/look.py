@@ -180,13 +180,15 @@ def _inside(pid: int) -> list[str]:
 
 
 def _around(rank: Rank) -> dict[str, Any]:
-    """Whether the rank's own line looks at something again and again, and sleeps in between; and the loops it is in."""
+    """Whether the rank's own line looks at something again and again, and sleeps in between; the loops it is in; the sends and
+    receives that its functions still have before them."""
     cells = sources(rank.folder.parents[2])
     own = [frame for frame in stack_frames(wire.read_text(rank.folder / wire.STACK), cells) if frame.own]
     programs = [(cells.get(frame.file) or wire.read_text(Path(frame.file)), frame) for frame in own]
     return {
         "polls": any(outside.polls(source, frame.line) for source, frame in programs[:1]),
         "loops": [f"{frame.file}:{line}" for source, frame in programs for line in outside.loops(source, frame.line)],
+        "ahead": sorted({call for source, frame in programs for call in outside.exchanges_ahead(source, frame.line)}),
     }
 
 

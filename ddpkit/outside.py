@@ -1,5 +1,5 @@
 """Sees what a rank does outside of torch.distributed: whether it waits for a lock on a file that another process holds, or looks
-at something again and again, and in which loops it is."""
+at something again and again, in which loops it is, and what it has before it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 # proc(5): `2: FLOCK ADVISORY WRITE 2001 08:01:7864554 0 EOF`, and below it with an arrow who waits for that lock.
 _LOCK = re.compile(r"\d+:(?P<waits> +->)? +\w+ +\w+ +\w+ +(?P<pid>-?\d+) (?P<file>\S+)")
 _SLEEPS = re.compile(r"\bsleep\(")
+_EXCHANGES = {"send", "isend", "recv", "irecv"}
 _FILL = ("append", "extend", "add", "insert", "pop", "popleft")
 # What these give depends on their arguments, or on the time, alone.
 _ITS_OWN = re.compile(r"(len|min|max|sum|abs|int|float|round|any|all|sorted|time\.\w+)$")
@@ -67,10 +68,21 @@ def loops(source: str, line: int) -> list[int]:
     return [n.lineno for n in _loops(source) if _has(n.body, line)]
 
 
+def exchanges_ahead(source: str, line: int) -> list[str]:
+    """The sends and receives, as they are called, below that line in the function around it, or in the program outside of any."""
+    within = [n for n in _nodes(source) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and _has(n.body, line)]
+    calls = (n for n in (ast.walk(within[-1]) if within else _nodes(source)) if isinstance(n, ast.Call))
+    return sorted({n.func.attr for n in calls if n.lineno > line and isinstance(n.func, ast.Attribute)} & _EXCHANGES)
+
+
+def _loops(source: str) -> list[ast.For | ast.While]:
+    return [node for node in _nodes(source) if isinstance(node, ast.For | ast.While)]
+
+
 @lru_cache(maxsize=16)
-def _loops(source: str) -> tuple[ast.For | ast.While, ...]:
+def _nodes(source: str) -> tuple[ast.AST, ...]:
     with contextlib.suppress(SyntaxError, ValueError):
-        return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For | ast.While))
+        return tuple(ast.walk(ast.parse(source)))
     return ()
 
 

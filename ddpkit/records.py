@@ -25,7 +25,7 @@ class Look:
     rank that a blocking send or receive waits for, `root` the rank that it takes for the source or destination of the
     collective it is in. `inside` are the C++ functions in which it sleeps with the GIL, innermost first. `locked_by` is the
     rank that holds the lock on a file for which it waits; `polls`, whether it sleeps in a loop that looks at something;
-    `loops` are those around its own lines, as `file:line`.
+    `loops` are those around its own lines, as `file:line`; `ahead` the sends and receives below them in their functions.
     """
 
     at_ns: int
@@ -45,6 +45,7 @@ class Look:
     locked_by: int | None = None
     polls: bool = False
     loops: tuple[str, ...] = ()
+    ahead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Rank:
         if record is None:
             return None
         workers = tuple((pid, stack) for pid, stack in record["workers"])
-        several = {name: tuple(record.get(name, ())) for name in ("inside", "loops")}
+        several = {name: tuple(record.get(name, ())) for name in ("inside", "loops", "ahead")}
         return Look(**{**record, "workers": workers, **several})
 
     @cached_property

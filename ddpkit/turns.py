@@ -1,4 +1,4 @@
-"""Says who alone stayed in one function of the program, where all others went on to the next after the same calls."""
+"""Says who alone is out of turn: still in a function that all others left, or before them at a message that comes later."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from .collectives import Collective, in_time
 from .finding import Odd
+from .standing import Standing, peers
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,22 @@ def stayed_behind(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:
         went = f"after {len(usual.ops)} calls in {usual.function} all others went on to {usual.went_to}"
         return (number,), f"{went}, and it makes more of them"
     return None
+
+
+def asks_too_soon(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
+    """The one rank that waits to receive of another, which is with all others, two or more, in a collective, and whose function
+    has a send below that."""
+    exchanging = {n: s for n, s in waiting.items() if s.pairwise}
+    joined = {s.collective.key: s.collective for s in waiting.values() if s.collective}
+    if len(exchanging) != 1 or len(joined) != 1 or not len(waiting) == len(at) > 2:
+        return None
+    ((number, asking),), (there,) = exchanging.items(), joined.values()
+    asked, calls = peers(asking), asking.rank.calls
+    look = at[asked[0]].rank.look if len(asked) == 1 and asked[0] in at else None
+    receives = bool(calls) and "recv" in calls[-1].op and {*there.ranks} == {*at}
+    if not receives or look is None or {"send", "isend"}.isdisjoint(look.ahead):
+        return None
+    return (number,), f"it waits for a message that rank {asked[0]} sends only after {there.name}{there.from_line}"
 
 
 def _stays(calls: Sequence[Collective]) -> list[_Stay]:

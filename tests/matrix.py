@@ -3174,6 +3174,27 @@ CASES = [
         says=("Ranks 1 and 2 wait for the key", "rank 0, the only one left to set it, waits for the keys"),
     ),
     hang(
+        "one rank asks for a message before the barrier after which it is sent",
+        """
+        for turn in range(3):
+            dist.all_reduce(torch.ones(4))
+        def report():
+            if rank == 2:
+                dist.recv(torch.zeros(4), 0)
+                dist.barrier()
+                return
+            dist.barrier()
+            if rank == 0:
+                dist.send(torch.ones(4), 2)
+        report()
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=3,
+        since_2_13=True,
+        says=("Rank 2 left the common way: it waits for a message that rank 0 sends only after barrier #7",),
+    ),
+    hang(
         "every rank sends to its neighbours first, at two lines, and none receives",
         """
         if rank:

@@ -176,7 +176,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "storekeys": {"standing", "collectives", "finding", "frames", "records"},
     "tags": {"standing", "finding", "collectives"},
-    "turns": {"finding", "collectives"},
+    "turns": {"standing", "finding", "collectives"},
     "rings": {"standing", "exchanges", "parting", "finding", "collectives"},
     "exchanges": {"standing", "parting", "finding", "collectives"},
     "joining": {"standing", "finding", "records"},

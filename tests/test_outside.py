@@ -18,6 +18,24 @@ def _lock(path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
+def test_what_is_sent_and_received_below_a_line_is_ahead_of_it() -> None:
+    program = textwrap.dedent(
+        """
+        def report():
+            dist.isend(x, 1)
+            dist.barrier()
+            if rank == 0:
+                dist.send(x, 2)
+        report()
+        dist.recv(x, 1)
+        """
+    )
+    assert outside.exchanges_ahead(program, 4) == ["send"]
+    assert outside.exchanges_ahead(program, 6) == []
+    assert outside.exchanges_ahead(program, 7) == ["recv"]
+    assert outside.exchanges_ahead("no program (", 1) == []
+
+
 def test_the_holder_of_a_lock_is_told_of_all_that_wait_for_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.touch()
