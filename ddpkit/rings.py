@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from .collectives import Collective
 from .exchanges import times
@@ -114,14 +114,18 @@ def _seen_from(number: int, call: Collective, world_size: int) -> tuple[object, 
 
 def has_named_another(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
     """The rank that has sent to one that never asked it for a message, and never to one that waits for it; or that has asked one
-    that never sent to it, and never the one that did: where all else that ranks have exchanged has met."""
+    that never sent to it, and never the one that did; or both: where all else that ranks have exchanged has met."""
     exchanges = [(n, c) for n, s in waiting.items() for c in s.rank.calls if c.is_exchange]
     # A message from whichever rank sends may be anybody's.
     if len(waiting) < max(len(at), 3) or not all(call.ranks for _n, call in exchanges):
         return None
     sent = {(n, call.ranks[0]) for n, call in exchanges if "send" in call.op}
     asked = {(call.ranks[0], n) for n, call in exchanges if "recv" in call.op}
-    if not sent & asked or len(sent - asked) != 1 or len(asked - sent) != 1:
+    if not sent & asked:
+        return None
+    if len(sent - asked) == 2 and asked - sent == {(to, source) for source, to in sent - asked}:
+        return _swaps_with_another(sent - asked)
+    if len(sent - asked) != 1 or len(asked - sent) != 1:
         return None
     ((source, to),), ((of, asker),) = sent - asked, asked - sent
     if source == of:
@@ -129,6 +133,16 @@ def has_named_another(waiting: Mapping[int, Standing], at: Mapping[int, Standing
     if to == asker:
         return (asker,), f"it asks rank {of} for a message, which never sends it any, and not rank {source}"
     return None
+
+
+def _swaps_with_another(swaps: Collection[tuple[int, int]]) -> Odd | None:
+    """Of two ranks that want to swap with one that never does with them, as (who, with whom): the one that the other wants."""
+    wanted = [number for number, _other in swaps if number in {other for _number, other in swaps}]
+    if len(wanted) != 1:
+        return None
+    number, to = next(swap for swap in swaps if swap[0] == wanted[0])
+    left = next(n for n, _other in swaps if n != number)
+    return (number,), f"it wants to swap with rank {to}, which never does with it, and rank {left} with it"
 
 
 def has_a_new_neighbour(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:

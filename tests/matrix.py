@@ -3195,6 +3195,25 @@ CASES = [
         says=("Rank 2 left the common way: it waits for a message that rank 0 sends only after barrier #7",),
     ),
     hang(
+        "a rank of a ring takes the one after the next for its neighbour, and swaps with none",
+        """
+        left, right = (1, 0) if rank == 3 else ((rank - 1) % 4, (rank + 1) % 4)
+        for turn in range(4):
+            works = [dist.isend(torch.ones(4), peer) for peer in (right, left)]
+            works += [dist.irecv(torch.zeros(4), peer) for peer in (left, right)]
+            for work in works:
+                work.wait()
+            dist.all_reduce(torch.ones(4))
+        """,
+        3,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=(
+            "Rank 3 left the common way: it wants to swap with rank 1, which never does with it, and rank 2 with it",
+        ),
+    ),
+    hang(
         "every rank sends to its neighbours first, at two lines, and none receives",
         """
         if rank:
