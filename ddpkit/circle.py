@@ -5,7 +5,6 @@ Ranks may wait for each other in different collectives, or one may wait for what
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,19 +15,14 @@ from .exchanges import (
     ends_a_chain,
     has_another_partner,
     has_broken_the_pairs,
-    has_kept_an_answer,
-    has_not_sent_as_others,
-    has_sent_fewer_to_a_server,
     is_first_to_exchange,
-    of_any,
     out_of_an_exchange,
-    owes_the_one_behind,
     with_one_more,
     without_an_exchange,
 )
 from .finding import Finding, Odd, against_most, ranks_said, verb
-from .frames import Frame
 from .joining import of_another_size
+from .meshes import across_the_groups, against_its_order
 from .parting import outvoted, strayed
 from .rings import (
     has_a_new_neighbour,
@@ -40,6 +34,14 @@ from .rings import (
     one_too_many_in_a_row,
     out_of_step,
     too_few_in_a_row,
+)
+from .servers import (
+    has_kept_an_answer,
+    has_left_one_without_an_answer,
+    has_not_sent_as_others,
+    has_sent_fewer_to_a_server,
+    of_any,
+    owes_the_one_behind,
 )
 from .standing import (
     Standing,
@@ -183,15 +185,17 @@ def _left_the_way(
     odd = _odd_among_alike(histories, at) or without_an_exchange(waiting)
     odd = () if any(ends_a_chain(n, waiting) for n in odd) else odd
     odd = _in_another_group(waiting, at) or odd or with_one_more(waiting, at)
-    found = (odd, BY_MOST) if odd else _across_the_groups(at) or has_another_partner(waiting)
-    found = found or has_broken_the_pairs(waiting)
+    found = (odd, BY_MOST) if odd else across_the_groups({n: s.rank.collectives for n, s in at.items()})
+    found = found or has_another_partner(waiting) or has_broken_the_pairs(waiting)
     found = found or of_another_tag(waiting) or has_named_another(waiting, at) or out_of_an_exchange(waiting, at)
-    found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
+    found = found or too_few_in_a_row(waiting) or has_left_one_without_an_answer(waiting)
+    found = found or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
     found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)
     found = found or has_turned_round_too_soon(waiting)
     found = found or has_left_the_ring(waiting, at) or owes_the_one_behind(waiting, at)
     found = found or has_a_new_neighbour(waiting, at)
     found = found or _left_its_group(waiting, at) or _lost_a_thread(at) or _went_astray(histories)
+    found = found or against_its_order(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
     found = found or one_too_many_in_a_row(waiting) or stayed_behind(histories)
@@ -210,12 +214,16 @@ def _that_they_have_gone_past(
     ranks: Sequence[int], waiting: Mapping[int, Standing], at: Mapping[int, Standing]
 ) -> dict[int, Standing]:
     """Those who wait for just these ranks in a collective, while these are in one of another group: with others, or by another
-    call than any of them."""
+    call than any of them. None where they came to both by one way, as where a loop over the groups has another order."""
     for_them = {n: s for n, s in waiting.items() if s.collective and missing_in(s, at, None) == sorted(ranks)}
+    own = [s.collective for n, s in waiting.items() if n in ranks]
+    one_way = {(c.call, c.path) for c in own if c} & {
+        (s.collective.call, s.collective.path) for s in for_them.values() if s.collective
+    }
     others = [s.collective for n, s in waiting.items() if s.collective and n not in ranks]
     joined, calls, groups = {c.key for c in others}, {c.call for c in others}, {c.group for c in others}
-    own = [s.collective for n, s in waiting.items() if n in ranks]
-    return for_them if all(c and (c.key in joined or not (c.call in calls or c.group in groups)) for c in own) else {}
+    past = all(c and (c.key in joined or not (c.call in calls or c.group in groups)) for c in own)
+    return for_them if past and not one_way else {}
 
 
 def _left_its_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
@@ -310,42 +318,6 @@ def _outside_its_group(waiting: Mapping[int, Standing], at: Mapping[int, Standin
     called = f"{ranks_said(sorted(outside))} called {outside[min(outside)]} in a group of which {member}"
     waits = each({n: s for n, s in waiting.items() if set(missing_in(s, at, None)) & set(outside)})
     return Finding(tuple(sorted(outside)), f"{called}, and torch left it out, with a warning. {waits}", "never_joined")
-
-
-def _across_the_groups(at: Mapping[int, Standing]) -> Odd | None:
-    """The one rank that came to a line in a process group that cuts across those in which the others come to it, where these
-    have no rank in common: as in a mesh, where one takes a group of its row for one of its column."""
-    by_line: dict[Frame, dict[int, list[Collective]]] = {}
-    for number, standing in at.items():
-        for call in standing.rank.collectives:
-            if call.where is not None:
-                by_line.setdefault(call.where, {}).setdefault(number, []).append(call)
-    for there in by_line.values():
-        last = {n: frozenset(calls[-1].ranks or at) for n, calls in there.items()}
-        beside = {n: _groups_of_the_others(n, there, last) for n in there}
-        across = [n for n, groups in beside.items() if n in set().union(*groups) and _cuts(last[n], groups)]
-        if len(across) == 1:
-            call = there[across[0]][-1]
-            group = ranks_said(sorted(last[across[0]])).lower()
-            others = "the others come there in groups that have no rank in common"
-            return (across[0],), f"it joined {call.op}{call.from_line} in the group of {group}; {others}"
-    return None
-
-
-def _groups_of_the_others(
-    number: int, there: Mapping[int, Sequence[Collective]], last: Mapping[int, frozenset[int]]
-) -> set[frozenset[int]]:
-    """The groups in which all ranks but `number` came to a line; empty if these are fewer than three, if one of them came to
-    it in several groups, or if two of the groups have a rank in common."""
-    others = [n for n in there if n != number]
-    groups = {last[n] for n in others}
-    one_each = all(frozenset(c.ranks or last[n]) == last[n] for n in others for c in there[n])
-    apart = all(not one & other for one, other in itertools.combinations(groups, 2))
-    return groups if len(others) > 2 and one_each and apart else set()
-
-
-def _cuts(group: frozenset[int], others: set[frozenset[int]]) -> bool:
-    return any(group & other and group != other for other in others)
 
 
 def _odd_among_alike(histories: Mapping[int, Sequence[Collective]], at: Mapping[int, Standing]) -> tuple[int, ...]:

@@ -8,11 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .collectives import Collective, in_time
-
-# What the ranks did more often than this at a point of the program is what they do there.
-HABIT_FROM = 3
-
-Histories = Mapping[int, Sequence[Collective]]
+from .meshes import HABIT_FROM, Histories, across_the_groups
 
 
 @dataclass(frozen=True)
@@ -31,12 +27,21 @@ def parting(histories: Histories) -> Parting | None:
     """Where the ranks first part, and whether that is the end of a loop, which some come to before the others."""
     parted = _parting(histories)
     if parted is None or not parted.odd:
-        return parted
+        return _across_the_groups(parted, histories)
     rest = tuple(sorted(set(parted.joined) - set(parted.odd)))
     for done, inside in ((parted.odd, rest), (rest, parted.odd)):
         if loop := _loop_left(done, inside, parted.joined, histories):
             return replace(parted, loop=loop)
     return parted
+
+
+def _across_the_groups(parted: Parting | None, histories: Histories) -> Parting | None:
+    """Where `parted` does not say who is odd: whether one of the ranks there has taken a group across those of the others."""
+    found = across_the_groups(histories) if parted else None
+    if parted is None or found is None or not {*found[0]} <= {*parted.joined}:
+        return parted
+    odd, why = found
+    return replace(parted, odd=odd, why=why)
 
 
 def _loop_left(

@@ -3071,10 +3071,10 @@ CASES = [
                 dist.all_reduce(torch.ones(4), group=group)
         """,
         2,
-        "skipped_collective",
+        "collective_mismatch",
         nproc=4,
         since_2_13=True,
-        says=("Rank 2 never joined all_reduce #7 of group 1", "as nobody else ever did"),
+        says=("rank 0 waits in all_reduce #7 of group 1", "Rank 2 left the common way", "as nobody else ever did"),
     ),
     hang(
         "a worker counts a message of which it had to make two attempts twice, and so has another tag than its server",
@@ -3211,6 +3211,62 @@ CASES = [
         since_2_13=True,
         says=(
             "Rank 3 left the common way: it wants to swap with rank 1, which never does with it, and rank 2 with it",
+        ),
+    ),
+    hang(
+        "a server drops what one worker sent, and sends no answer to it",
+        """
+        for turn in range(5):
+            for worker in range(1, 4) if rank == 0 else ():
+                dist.recv(torch.zeros(4), worker)
+            for worker in range(1, 4) if rank == 0 else ():
+                if (turn, worker) != (3, 3):
+                    dist.send(torch.ones(4), worker)
+            if rank:
+                dist.send(torch.ones(4), 0)
+                dist.recv(torch.zeros(4), 0)
+        """,
+        0,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=(
+            "Rank 0 left the common way: it has answered ranks 1 and 2 4 times, and rank 3, which has asked as often",
+        ),
+    ),
+    hang(
+        "a rank of a mesh takes the group of its column for that of its row, and meets another call there",
+        """
+        rows, columns = [dist.new_group(r) for r in ([0, 1], [2, 3])], [dist.new_group(r) for r in ([0, 2], [1, 3])]
+        row, column = rows[rank // 2], columns[rank % 2]
+        for turn in range(1, 9):
+            dist.all_reduce(torch.ones(4), group=row)
+            dist.all_gather([torch.zeros(4)] * 2, torch.ones(4), group=column)
+            if turn == 6:
+                dist.all_reduce(torch.ones(1), group=column if rank == 2 else row)
+        """,
+        2,
+        "collective_mismatch",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 2 left the common way at collective #7", "in the group of ranks 0 and 2"),
+    ),
+    hang(
+        "a rank that is in two groups comes to them in another order than ever, and the others in one each",
+        """
+        left, right = dist.new_group([0, 1, 2]), dist.new_group([1, 2, 3])
+        for turn in range(9):
+            own = [group for group, ranks in ((left, (0, 1, 2)), (right, (1, 2, 3))) if rank in ranks]
+            for group in reversed(own) if (rank, turn) == (2, 6) else own:
+                dist.all_reduce(torch.ones(4), group=group)
+        """,
+        2,
+        "collective_mismatch",
+        nproc=4,
+        since_2_13=True,
+        says=(
+            "Rank 2 left the common way: after all_reduce #6 of group 2 it came to all_reduce #7 of group 2",
+            "group 1",
         ),
     ),
     hang(
