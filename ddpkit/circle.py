@@ -144,7 +144,8 @@ def nobody_is_missing(waiting: Mapping[int, Standing], at: Mapping[int, Standing
         rest = {n: s for n, s in waiting.items() if n not in beside}
         kind = "no_key" if all(is_at_a_key(waiting[n]) for n in beside) else "never_joined"
         return Finding(beside, _never_joined(beside, rest, waiting), kind)
-    if (setter := _only_one_to_set_a_key(waiting, at)) is not None:
+    setter = _only_one_to_set_a_key(waiting, at)
+    if setter is not None and not is_at_a_key(waiting[setter]):
         for_it = {n: s for n, s in waiting.items() if n != setter}
         key = for_a_key(list(for_it.values())) or " for a key of the store"
         wait = f"{ranks_said(sorted(for_it))} wait{key}{at_line(next(iter(for_it.values())))}"
@@ -198,6 +199,7 @@ def _left_the_way(
     found = found or against_its_order(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
+    found = found or _waits_before_it_sets(waiting, at)
     found = found or one_too_many_in_a_row(waiting) or stayed_behind(histories)
     found = found or asks_too_soon(waiting, at)
     return found or _alone_at_its_line(waiting) or (out_of_step(waiting, at), BY_MOST)
@@ -288,6 +290,15 @@ def _only_one_to_set_a_key(waiting: Mapping[int, Standing], at: Mapping[int, Sta
     wanted = {n: s.rank.awaited for n, s in waiting.items() if not s.collective and is_at_a_key(s)}
     key, most = Counter(wanted.values()).most_common(1)[0] if wanted else ((), 0)
     return next(n for n in waiting if wanted.get(n) != key) if 1 < most == len(waiting) - 1 == len(at) - 1 else None
+
+
+def _waits_before_it_sets(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
+    """The only rank that is left to set the key for which all others wait, where it waits for a key itself."""
+    setter = _only_one_to_set_a_key(waiting, at)
+    if setter is None:
+        return None
+    others = {n: s for n, s in waiting.items() if n != setter}
+    return (setter,), f"it is the only one left to set the key for which {ranks_said(sorted(others)).lower()} wait"
 
 
 def _in_another_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> tuple[int, ...]:
