@@ -49,9 +49,8 @@ def against_its_order(histories: Histories) -> Odd | None:
     usual = [after for way, after in before[number] if way == (came_from.call, came_from.group)]
     if len(usual) <= HABIT_FROM or len({*usual}) != 1 or usual[0][0] != to.call:
         return None
-    return (
-        number,
-    ), f"after {came_from.name} it came to {to.name}{to.from_line}, and had always come to group {usual[0][1]}"
+    way = f"after {came_from.name} it came to {to.name}{to.from_line}"
+    return (number,), f"{way}, and had always come to group {usual[0][1]}"
 
 
 def _way(step: tuple[Collective, Collective]) -> tuple[tuple[object, ...], tuple[object, ...]]:

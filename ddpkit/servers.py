@@ -46,10 +46,8 @@ def has_left_one_without_an_answer(waiting: Mapping[int, Standing]) -> Odd | Non
             in_turn = all(times(receiving[n], "send", server) == times(receiving[n], "recv", server) for n in answered)
             others = {n: answers for n, answers in answered.items() if n != left}
             if others and in_turn and {*others.values()} == {asked} and answered[left] == asked - 1:
-                met = f"it has answered {ranks_said(sorted(others)).lower()} {asked} times"
-                return (
-                    server,
-                ), f"{met}, and rank {left}, which has asked as often and waits for it, {asked - 1} times"
+                met = f"it has answered {ranks_said(sorted(others)).lower()} {asked} times, and rank {left}"
+                return (server,), f"{met}, which has asked as often and waits for it, {asked - 1} times"
     return None
 
 
