@@ -59,8 +59,10 @@ def out_of_an_exchange(waiting: Mapping[int, Standing], at: Mapping[int, Standin
     at it."""
     there = [n for n, s in waiting.items() if s.collective and set(s.collective.ranks) == set(at)]
     exchanging = {n: s for n, s in waiting.items() if s.pairwise}
-    if len(there) + len(exchanging) < len(at):
+    if len(waiting) < len(at):
         return None
+    if len(there) + len(exchanging) < len(at):
+        return _has_had_fewer(there, exchanging, waiting, at)
     if len(exchanging) == 1 and len(there) > 1:
         ((number, waiter),) = exchanging.items()
         if len(peers(waiter)) > 1 and set(peers(waiter)) <= set(there):
@@ -153,15 +155,33 @@ def _last_round(standing: Standing) -> list[Exchange]:
     return next(reversed(_rounds(standing)), [])
 
 
-def _rounds(standing: Standing) -> list[list[Exchange]]:
-    """What this rank exchanged, and with whom, before each of its collectives, and, where it is in no collective, since."""
+def _rounds(standing: Standing, by: object = None) -> list[list[Exchange]]:
+    """What this rank exchanged, and with whom, before each of its collectives, or of those `by` this call, and, where it is in
+    no collective, since."""
     rounds: list[list[Exchange]] = [[]]
     for call in standing.rank.calls:
-        if not call.is_exchange:
+        if not call.is_exchange and by in (None, call.call):
             rounds.append([])
-        else:
+        elif call.is_exchange:
             rounds[-1].append((call.op.lstrip("i"), call.ranks[0] if call.ranks else None))
     return rounds if standing.pairwise else rounds[:-1]
+
+
+def _has_had_fewer(
+    there: Sequence[int],
+    exchanging: Mapping[int, Standing],
+    waiting: Mapping[int, Standing],
+    at: Mapping[int, Standing],
+) -> Odd | None:
+    """The rank that is `there`, while others are held up in collectives of a group, if the messages between it and one that waits
+    for it tell that it went on too soon."""
+    for left in there:
+        for number in (
+            n for n, s in exchanging.items() if left in peers(s) and n in missing_in(waiting[left], at, None)
+        ):
+            if way := _fewer_than_ever(waiting[left], waiting[number]):
+                return (left,), f"rank {number} {way}"
+    return None
 
 
 def _left_an_exchange(
@@ -204,13 +224,14 @@ def _owed(left: Standing, waiter: Standing) -> str:
 
 
 def _fewer_than_ever(left: Standing, waiter: Standing) -> str:
-    """What `waiter` waits for, if `left` had one exchange less with it before its last collective than before each earlier one;
-    "" where it had not."""
-    made, awaited = _in_rounds(left, waiter.rank.rank), _in_rounds(waiter, left.rank.rank)
-    usual = awaited[-1]
-    if not made[:-1] or {*made[:-1], *awaited} != {usual} or made[-1] + 1 != usual:
-        return ""
-    return f"waits for exchange {usual} of {usual} with it, as many as in every round before"
+    """What `waiter` waits for, if `left` had one exchange less with it before its last collective, or before it came to the call
+    where it waits, than before each earlier one; "" where it had not."""
+    for by in (None, left.collective.call if left.collective else None):
+        made, awaited = _in_rounds(left, waiter.rank.rank, by=by), _in_rounds(waiter, left.rank.rank, by=by)
+        usual = awaited[-1]
+        if made[:-1] and {*made[:-1], *awaited} == {usual} and made[-1] + 1 == usual:
+            return f"waits for exchange {usual} of {usual} with it, as many as in every round before"
+    return ""
 
 
 def _passed_on_too_few(left: Standing, waiter: Standing) -> str:
@@ -312,10 +333,10 @@ def times(standing: Standing, op: str, peer: int) -> int:
     return sum(c.is_exchange and op in c.op and c.ranks == (peer,) for c in standing.rank.calls)
 
 
-def _in_rounds(standing: Standing, peer: int, op: str = "") -> list[int]:
-    """How often this rank exchanged with `peer`, or made `op`, before each of its collectives, and, where it is in no
-    collective, since."""
-    return [sum(other == peer and op in made for made, other in each) for each in _rounds(standing)]
+def _in_rounds(standing: Standing, peer: int, op: str = "", by: object = None) -> list[int]:
+    """How often this rank exchanged with `peer`, or made `op`, before each of its collectives, or of those `by` this call, and,
+    where it is in no collective, since."""
+    return [sum(other == peer and op in made for made, other in each) for each in _rounds(standing, by)]
 
 
 def _partners(call: Collective) -> tuple[object, ...]:

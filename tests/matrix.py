@@ -3270,6 +3270,67 @@ CASES = [
         ),
     ),
     hang(
+        "a stage leaves out a part of a batch, and the tags of its parts are the same in each step",
+        """
+        for turn in range(4):
+            for part in range(4):
+                if rank:
+                    dist.recv(torch.zeros(4), rank - 1, tag=part)
+                if rank < 2 and (rank, turn, part) != (1, 2, 1):
+                    dist.send(torch.ones(4), rank + 1, tag=part)
+        """,
+        1,
+        "unmatched_send_recv",
+        nproc=3,
+        since_2_13=True,
+        says=("Rank 1 left the common way: its tags so far were", "3, 0, and this one is 2"),
+    ),
+    hang(
+        "a rank counts its exchanges by one too many, and two others are a step further",
+        """
+        number = 0
+        for turn in range(6):
+            for distance in (1, 2):
+                number += 1 + ((rank, turn, distance) == (1, 4, 1))
+                works = [dist.irecv(torch.zeros(4), rank ^ distance, tag=number)]
+                works += [dist.isend(torch.ones(4), rank ^ distance, tag=number)]
+                for work in works:
+                    work.wait()
+        """,
+        1,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 1 left the common way: its tags so far were 3, 5, 7, and this one is 10",),
+    ),
+    hang(
+        "the last stage of one of two pipelines sends a gradient less, and others wait in their groups",
+        """
+        stages = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([4, 5])]
+        stage = rank // 2
+        for turn in range(5):
+            for part in range(3):
+                if stage:
+                    dist.recv(torch.zeros(4), rank - 2)
+                if stage < 2:
+                    dist.send(torch.ones(4), rank + 2)
+            for part in range(3):
+                if stage < 2:
+                    dist.recv(torch.zeros(4), rank + 2)
+                if stage and (rank, turn, part) != (5, 3, 2):
+                    dist.send(torch.ones(4), rank - 2)
+            dist.all_reduce(torch.ones(4), group=stages[stage])
+            dist.all_reduce(torch.ones(1))
+        """,
+        5,
+        "unmatched_send_recv",
+        nproc=6,
+        since_2_13=True,
+        says=(
+            "Rank 5 left the common way: rank 3 waits for exchange 6 of 6 with it, as many as in every round before",
+        ),
+    ),
+    hang(
         "every rank sends to its neighbours first, at two lines, and none receives",
         """
         if rank:
