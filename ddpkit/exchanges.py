@@ -176,10 +176,9 @@ def _has_had_fewer(
     """The rank that is `there`, while others are held up in collectives of a group, if the messages between it and one that waits
     for it tell that it went on too soon."""
     for left in there:
-        for number in (
-            n for n, s in exchanging.items() if left in peers(s) and n in missing_in(waiting[left], at, None)
-        ):
-            if way := _fewer_than_ever(waiting[left], waiting[number]):
+        here, missing = waiting[left], missing_in(waiting[left], at, None)
+        for number in (n for n, s in exchanging.items() if left in peers(s) and n in missing):
+            if way := _fewer_than_ever(here, waiting[number], by=here.collective.call if here.collective else None):
                 return (left,), f"rank {number} {way}"
     return None
 
@@ -223,15 +222,14 @@ def _owed(left: Standing, waiter: Standing) -> str:
     return f"has sent it {sent} messages, has {sent - 1} back, and waits for one more"
 
 
-def _fewer_than_ever(left: Standing, waiter: Standing) -> str:
-    """What `waiter` waits for, if `left` had one exchange less with it before its last collective, or before it came to the call
-    where it waits, than before each earlier one; "" where it had not."""
-    for by in (None, left.collective.call if left.collective else None):
-        made, awaited = _in_rounds(left, waiter.rank.rank, by=by), _in_rounds(waiter, left.rank.rank, by=by)
-        usual = awaited[-1]
-        if made[:-1] and {*made[:-1], *awaited} == {usual} and made[-1] + 1 == usual:
-            return f"waits for exchange {usual} of {usual} with it, as many as in every round before"
-    return ""
+def _fewer_than_ever(left: Standing, waiter: Standing, by: object = None) -> str:
+    """What `waiter` waits for, if `left` had one exchange less with it before its last collective, of those `by` this call, than
+    before each earlier one; "" where it had not."""
+    made, awaited = _in_rounds(left, waiter.rank.rank, by=by), _in_rounds(waiter, left.rank.rank, by=by)
+    usual = awaited[-1]
+    if not made[:-1] or {*made[:-1], *awaited} != {usual} or made[-1] + 1 != usual:
+        return ""
+    return f"waits for exchange {usual} of {usual} with it, as many as in every round before"
 
 
 def _passed_on_too_few(left: Standing, waiter: Standing) -> str:

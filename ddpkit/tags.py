@@ -36,15 +36,18 @@ def _out_of_its_row(pair: tuple[int, int], waiting: Mapping[int, Standing]) -> O
     names a kind of message, and follows on none."""
     sender, receiver = pair
     rows = {sender: _tags(waiting[sender], "send", receiver), receiver: _tags(waiting[receiver], "recv", sender)}
+    if any(len({*row[:-1]}) < 2 for row in rows.values()):
+        return None
     odd = [n for n, row in rows.items() if not _goes_on(row)]
-    if len(odd) != 1 or any(len({*row[:-1]}) < 2 for row in rows.values()):
+    if len(odd) != 1:
         return None
     number, row = odd[0], rows[odd[0]]
     return (number,), f"its tags so far were {', '.join(map(str, row[-4:-1]))}, and this one is {row[-1]}"
 
 
 def _goes_on(row: Sequence[int]) -> bool:
-    """Whether the last of these follows on the one before as it always did, or where that is new, by as much as each so far."""
+    """Whether the last of these, two or more, follows on that before as it always did, or where that is new, by as much as each
+    so far."""
     *steps, (before, last) = itertools.pairwise(row)
     if followed_by := {after for at, after in steps if at == before}:
         return followed_by == {last}

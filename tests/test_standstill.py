@@ -49,7 +49,7 @@ def evidence(
     within: Sequence[int] = (),
     last_within: Sequence[int] = (),
     groups: Sequence[Sequence[int]] = (),
-    exchanged: Sequence[tuple[int, str, int, int | None]] = (),
+    exchanged: Sequence[tuple[int, str, int, int | None] | tuple[int, str, int, int | None, int]] = (),
     keys_set: Sequence[str] = (),
     awaited: Sequence[str] = (),
     locked_by: int | None = None,
@@ -61,8 +61,8 @@ def evidence(
     the rank that a `recv` waits for. The last `anew` collectives came after the group was set up anew. The ranks of the
     group are `within`, and of that of the last collective alone `last_within`; none: all ranks. `groups` are
     the groups that the rank is in; `exchanged` are sends and receives as (after how many collectives, operation, line,
-    peer, None for whichever sends). `keys_set` of a store the rank has set, `awaited` it waits for; `locked_by` and `polls`
-    are those of the look.
+    peer, None for whichever sends, and a tag, if any). `keys_set` of a store the rank has set, `awaited` it waits for;
+    `locked_by` and `polls` are those of the look.
     """
     own = wire.rank_folder(folder, 0, rank)
     group_of = [last_within if last_within and number == len(calls) else within for number in range(1, len(calls) + 1)]
@@ -87,8 +87,8 @@ def evidence(
         for number, (call, group) in enumerate(zip(calls, group_of, strict=True), 1)
     ]
     exchanges = [
-        {"at_ns": after + (1 + number) / 100, "op": op, "peer": with_rank, "where": frame(at)}
-        for number, (after, op, at, with_rank) in enumerate(exchanged)
+        {"at_ns": after + (1 + number) / 100, "op": op, "peer": with_rank, "where": frame(at), "tag": sum(tag)}
+        for number, (after, op, at, with_rank, *tag) in enumerate(exchanged)
     ]
     keyed = [{"at_ns": 1, "op": "set", "keys": [key], "where": frame(6)} for key in keys_set]
     of_store = {"keyed": keyed, "awaited": awaited}
