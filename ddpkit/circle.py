@@ -61,8 +61,8 @@ from .standing import (
     with_line,
 )
 from .storekeys import left_unset
-from .tags import of_another_tag
-from .turns import asks_too_soon, stayed_behind
+from .tags import of_another_tag, sent_to_another
+from .turns import asks_too_soon, leaves_its_own_way, stayed_behind
 
 _NOT_A_MEMBER = re.compile(r"Running (\w+) on global rank \d+ which does not belong to the given group")
 BY_MOST = "after the same calls most ranks came to another one"
@@ -193,13 +193,14 @@ def _left_the_way(
     found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
     found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)
     found = found or has_turned_round_too_soon(waiting) or has_left_the_ring(waiting, at)
-    found = found or has_a_new_neighbour(waiting, at)
+    found = found or sent_to_another(waiting) or has_a_new_neighbour(waiting, at)
     found = found or _left_its_group(waiting, at) or _lost_a_thread(at) or _went_astray(histories)
     found = found or against_its_order(histories)
     at_a_key = any(map(is_at_a_key, waiting.values()))
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
     found = found or _waits_before_it_sets(waiting, at)
     found = found or one_too_many_in_a_row(waiting) or stayed_behind(histories) or asks_too_soon(waiting, at)
+    found = found or leaves_its_own_way(histories)
     return found or _alone_at_its_line(waiting) or (out_of_step(waiting, at), BY_MOST)
 
 

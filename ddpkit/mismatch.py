@@ -137,16 +137,22 @@ def _line_that_all_reached(lines: Mapping[int, Frame], ranks: Sequence[Rank]) ->
 
 
 def _parameter_counts(ranks: Sequence[Rank]) -> dict[int, int]:
-    """How many parameters the model has, by rank, where DDP's constructor found that they differ."""
-    said = [found for r in ranks if r.failure and (found := _COUNTS.search(r.failure.message))]
-    return {int(rank): int(count) for found in said for rank, count in (found.group(1, 2), found.group(3, 4))}
+    """How many parameters the model has, by rank, where DDP's constructor found that they differ. It counts in its group."""
+    found: dict[int, int] = {}
+    for rank in ranks:
+        if told := _COUNTS.search(rank.failure.message if rank.failure else ""):
+            group = _last_group(rank, ranks)
+            for place, count in (told.group(1, 2), told.group(3, 4)):
+                found[group[int(place)] if int(place) < len(group) else int(place)] = int(count)
+    return found
 
 
 def _by_parameter_count(counts: Mapping[int, int], ranks: Sequence[Rank]) -> Finding:
-    """The ranks whose model has another number of parameters than most have."""
+    """The ranks whose model has another number of parameters than most of the group have."""
     said = "; ".join(f"rank {rank} has {count} parameters" for rank, count in sorted(counts.items()))
     opening = f"The ranks built different models: {said}."
-    if len(counts) < len(ranks):
+    group = next(_last_group(r, ranks) for r in ranks if r.rank in counts)
+    if len(counts) < len(group):
         return undecided(opening, "shapes_differ")
     return against_most(counts, opening, "shapes_differ")
 
@@ -154,13 +160,17 @@ def _by_parameter_count(counts: Mapping[int, int], ranks: Sequence[Rank]) -> Fin
 def _against_the_first(differing: Mapping[int, tuple[str, str]], ranks: Sequence[Rank]) -> Finding:
     """DDP holds every rank's parameters against those of the first rank of its group, and says of which one the shape differs,
     and what it is there: the odd ones are those who are not with the most, if most agree."""
-    last = next((r.collectives[-1] for r in ranks if r.rank in differing and r.collectives), None)
-    group = (last and last.ranks) or tuple(r.rank for r in ranks)
+    group = _last_group(next(r for r in ranks if r.rank in differing), ranks)
     said = "; ".join(
         f"params[{index}] has {shape} on rank {rank}" for rank, (index, shape) in sorted(differing.items())
     )
     opening = f"The ranks built different models, and not all are as on rank {group[0]}: {said}."
     return against_most({rank: differing.get(rank) for rank in group}, opening, "shapes_differ", whom="most")
+
+
+def _last_group(rank: Rank, ranks: Sequence[Rank]) -> tuple[int, ...]:
+    """The ranks of the group in which this one made its last collective; all where it made none, or that is not known."""
+    return (rank.collectives[-1].ranks if rank.collectives else ()) or tuple(r.rank for r in ranks)
 
 
 def _failed_line(rank: Rank) -> Frame | None:

@@ -36,13 +36,15 @@ def too_few_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
 
 def one_too_many_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
     """The rank that waits for one more message in a row of another, or to send it one more, than in every row before, where that
-    one has made as many as ever, and is in a collective."""
+    one has made as many as ever, and has gone on to a collective or, where rows are longer than one, turned round."""
     for number, waiter in waiting.items():
         for peer in peers(waiter) if waiter.pairwise else ():
-            made = _in_a_row(waiting[peer], number) if peer in waiting and not waiting[peer].pairwise else []
+            made = _in_a_row(waiting[peer], number) if peer in waiting else []
+            turned_round = bool(made) and waiting[peer].pairwise
+            made = made[:-1] if turned_round else made
             *before, (_op, times) = _in_a_row(waiter, peer) or [("", 0)]
             usual = {n for _op, n in (*before, *made)}
-            if made and len(before) > 1 and usual == {times - 1}:
+            if made and len(before) > 1 and usual == {times - 1} and times > 1 + turned_round:
                 return (number,), f"it waits for exchange {times} in a row with rank {peer}, one more than ever before"
     return None
 

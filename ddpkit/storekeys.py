@@ -72,8 +72,11 @@ def _of_that_number(key: str, keys: Keys) -> set[int]:
 
 
 def _is_past(owner: int, key: str, waiting: Mapping[int, Standing], keys: Keys) -> bool:
-    """Whether `owner` waits for what another rank waits for at the same line, which has set its own in place of `key`, or waits
-    once more where it has always waited after it had set one like it."""
+    """Whether `owner` has set a later one, or waits for what another rank waits for at the same line, which has set its own in
+    place of `key`, or waits once more where it has always waited after it had set one like it."""
+    number = _numbers(key)
+    if len(number) == 1 and any(_numbers(other) > number for other in _alike(key, keys).get(owner, ())):
+        return True
     here = waiting.get(owner)
     if here is None:
         return False

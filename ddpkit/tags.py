@@ -22,6 +22,22 @@ def of_another_tag(waiting: Mapping[int, Standing]) -> Odd | None:
     return None
 
 
+def sent_to_another(waiting: Mapping[int, Standing]) -> Odd | None:
+    """The rank that has sent to one, which never asked for that, a message with the tag with which another waits for it, where it
+    has sent with this tag to one rank alone."""
+    calls = [(n, c) for n, s in waiting.items() for c in s.rank.calls if c.is_exchange and c.ranks]
+    sent = Counter((n, c.ranks[0], c.tag) for n, c in calls if "send" in c.op)
+    asked = Counter((c.ranks[0], n, c.tag) for n, c in calls if "recv" in c.op)
+    unasked, unsent = sent - asked, asked - sent
+    for source, to, tag in unasked:
+        waits = [n for n, s in waiting.items() if s.pairwise and (source, n, tag) in unsent and source in peers(s)]
+        once = len({other for one, other, its in sent if (one, its) == (source, tag)}) == 1
+        if tag and once and len(waits) == 1 and waits[0] != to:
+            it = f"it sent with tag {tag} to rank {to}, which never asked for that"
+            return (source,), f"{it}, and rank {waits[0]} waits for it with that tag"
+    return None
+
+
 def _past_each_other(pair: tuple[int, int], waiting: Mapping[int, Standing]) -> bool:
     """Whether the first of these waits for the second and that for it, which has asked for as many messages as it has sent, and
     for others."""

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 from .collectives import Collective, in_time
 from .finding import Odd
+from .meshes import HABIT_FROM
 from .standing import Standing, peers
+
+# So many of a rank's last calls are what it did lately.
+LATELY = 8
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,34 @@ def stayed_behind(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:
         went = f"after {len(usual.ops)} calls in {usual.function} all others went on to {usual.went_to}"
         return (number,), f"{went}, and it makes more of them"
     return None
+
+
+def leaves_its_own_way(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:
+    """The one rank of three or more that lately went from one call to another as it never had, though it had made both often,
+    where no other rank did anything new lately."""
+    turns = {n: in_time(calls) for n, calls in histories.items()}
+    new = {n: at for n, calls in turns.items() if (at := _new_step(calls))}
+    if len(new) != 1 or len(histories) < 3:
+        return None
+    ((number, at),) = new.items()
+    before, after = turns[number][at - 1], turns[number][at]
+    often = [
+        [*map(_with_whom, turns[number][: at - 1])].count(_with_whom(call)) > HABIT_FROM for call in (before, after)
+    ]
+    if not all(often):
+        return None
+    way = f"after {before.name}{before.from_line} it came to {after.name}{after.from_line}"
+    return (number,), f"{way}, as it never had, and no other rank did anything new"
+
+
+def _new_step(calls: Sequence[Collective]) -> int:
+    """The place of the first of its last few calls to which a rank had not come from the call before; 0 where there is none."""
+    ways = list(itertools.pairwise(map(_with_whom, calls)))
+    return next((at + 1 for at in range(max(0, len(ways) - LATELY), len(ways)) if ways[at] not in ways[:at]), 0)
+
+
+def _with_whom(call: Collective) -> tuple[object, ...]:
+    return (*call.call, call.group, call.ranks)
 
 
 def asks_too_soon(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:

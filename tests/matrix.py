@@ -3331,6 +3331,121 @@ CASES = [
         ),
     ),
     hang(
+        "the first of two stages sends a part more than ever, and the other is on its way back",
+        """
+        columns, column = [dist.new_group([0, 2]), dist.new_group([1, 3])], rank % 2
+        for turn in range(5):
+            for part in range(4 + ((rank, turn) == (2, 3))):
+                if column == 0:
+                    dist.send(torch.ones(4), rank + 1)
+                elif part < 4:
+                    dist.recv(torch.zeros(4), rank - 1)
+            for part in range(4):
+                if column == 0:
+                    dist.recv(torch.zeros(4), rank + 1)
+                else:
+                    dist.send(torch.ones(4), rank - 1)
+            dist.all_reduce(torch.ones(4), group=columns[column])
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 2 left the common way: it waits for exchange 5 in a row with rank 3, one more than ever before",),
+    ),
+    hang(
+        "a stage keeps the gradient of its input, and waits for the next part as ever",
+        """
+        kept = []
+        def forward():
+            if rank:
+                dist.recv(torch.zeros(4), rank - 1)
+            if rank < 3:
+                kept.append(dist.isend(torch.ones(4), rank + 1))
+        def backward(turn):
+            if rank < 3:
+                dist.recv(torch.zeros(4), rank + 1)
+            if rank and (rank, turn) != (2, 5):
+                kept.append(dist.isend(torch.ones(4), rank - 1))
+        for turn in range(8):
+            ahead = min(3 - rank, 2)
+            for part in range(4 + ahead):
+                if part < 4:
+                    forward()
+                if part >= ahead:
+                    backward(turn)
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=(
+            "Rank 2 left the common way: after recv with rank 3",
+            "as it never had, and no other rank did anything new",
+        ),
+    ),
+    hang(
+        "a rank has not heard that a stage has moved, and sends what it is to get to where it was",
+        """
+        at, kept = {0: 0, 1: 1, 2: 2}, []
+        for turn in range(6):
+            if turn == 4 and rank:
+                at = {0: 0, 1: 2, 2: 1}
+            for stage in range(3):
+                if at[stage] == rank and stage:
+                    dist.recv(torch.zeros(4), at[stage - 1], tag=10 + stage)
+                if at[stage] == rank and stage < 2:
+                    kept.append(dist.isend(torch.ones(4), at[stage + 1], tag=11 + stage))
+            if at[2] == rank:
+                kept.append(dist.isend(torch.ones(4), at[0], tag=20))
+            if at[0] == rank:
+                dist.recv(torch.zeros(4), at[2], tag=20)
+        """,
+        0,
+        "unmatched_send_recv",
+        nproc=3,
+        since_2_13=True,
+        says=(
+            "Rank 0 left the common way: it sent with tag 11 to rank 1, which never asked for that, and rank 2 waits",
+        ),
+    ),
+    case(
+        "one who sets a key for each document passes one over, and the reader's patience ends",
+        """
+        store = dist.distributed_c10d._get_default_store()
+        for document in range(9):
+            if rank == 1 and document != 5:
+                store.set(f"clean/{document}", "1")
+            if rank == 2:
+                store.wait([f"clean/{document}"], timedelta(seconds=4))
+                store.set(f"score/{document}", "1")
+            if rank == 0:
+                store.wait([f"score/{document}"], timedelta(seconds=30))
+        dist.barrier()
+        """,
+        1,
+        "store_key_never_set",
+        nproc=3,
+        since_2_13=True,
+        says=('Rank 2 waits for the key "clean/5" of the store', 'rank 1, who set "clean/8"', "has not set it"),
+    ),
+    case(
+        "DDP over the group of some ranks, of which one has grown its model otherwise",
+        """
+        workers = dist.new_group([1, 2, 3])
+        if rank:
+            net = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3 if rank == 3 else 2)])
+            DDP(net, process_group=workers)
+        dist.broadcast(torch.ones(1), 0)
+        """,
+        3,
+        "shapes_differ_between_ranks",
+        nproc=4,
+        says=(
+            "rank 1 has 4 parameters; rank 2 has 4 parameters; rank 3 has 6 parameters. Rank 3 differs from the others",
+        ),
+    ),
+    hang(
         "every rank sends to its neighbours first, at two lines, and none receives",
         """
         if rank:

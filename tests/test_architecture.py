@@ -179,7 +179,7 @@ ALLOWED: dict[str, set[str]] = {
     "servers": {"exchanges", "finding", "standing"},
     "meshes": {"collectives", "finding", "frames"},
     "tags": {"standing", "finding", "collectives"},
-    "turns": {"standing", "finding", "collectives"},
+    "turns": {"standing", "finding", "collectives", "meshes"},
     "rings": {"standing", "exchanges", "parting", "finding", "collectives"},
     "exchanges": {"standing", "parting", "finding", "collectives"},
     "joining": {"standing", "finding", "records"},
