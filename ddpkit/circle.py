@@ -26,6 +26,7 @@ from .meshes import across_the_groups, against_its_order
 from .parting import outvoted, strayed
 from .rings import (
     has_a_new_neighbour,
+    has_changed_its_turn,
     has_left_the_ring,
     has_named_another,
     has_passed_on_fewer,
@@ -36,6 +37,7 @@ from .rings import (
     too_few_in_a_row,
 )
 from .servers import (
+    has_asked_too_often,
     has_kept_an_answer,
     has_left_one_without_an_answer,
     has_not_sent_as_others,
@@ -189,6 +191,7 @@ def _left_the_way(
     found = (odd, BY_MOST) if odd else across_the_groups({n: s.rank.collectives for n, s in at.items()})
     found = found or has_another_partner(waiting) or has_broken_the_pairs(waiting)
     found = found or has_left_one_without_an_answer(waiting) or owes_the_one_behind(waiting, at)
+    found = found or has_asked_too_often(waiting, at)
     found = found or of_another_tag(waiting) or has_named_another(waiting, at) or out_of_an_exchange(waiting, at)
     found = found or too_few_in_a_row(waiting) or has_not_sent_as_others(waiting) or has_passed_on_fewer(waiting, at)
     found = found or has_kept_an_answer(waiting) or has_sent_fewer_to_a_server(waiting, at)
@@ -200,7 +203,7 @@ def _left_the_way(
     found = found or (_went_astray({n: s.rank.keyed for n, s in at.items()}) if at_a_key else None)
     found = found or _waits_before_it_sets(waiting, at)
     found = found or one_too_many_in_a_row(waiting) or stayed_behind(histories) or asks_too_soon(waiting, at)
-    found = found or leaves_its_own_way(histories)
+    found = found or has_changed_its_turn(waiting) or leaves_its_own_way(histories)
     return found or _alone_at_its_line(waiting) or (out_of_step(waiting, at), BY_MOST)
 
 

@@ -258,8 +258,9 @@ def _kept_one(left: Standing, waiter: Standing) -> str:
         come, on = ("recv", (source,)), ("send", (number,))
         way = [one for one in made if one in (come, on)]
         passed = sum(pair == (come, on) for pair in itertools.pairwise(way))
-        if passed == way.count(on) == way.count(come) - 1 > 1:
-            return f"waits for one more of it, which has passed on {passed} of {passed + 1} messages from rank {source}"
+        if way.count(come) > passed == way.count(on) > 1:
+            of_them = f"{passed} of {way.count(come)} messages from rank {source}"
+            return f"waits for one more of it, which has passed on {of_them}"
         *before, last = [len(list(run)) for one, run in itertools.groupby(way) if one == come] or [0]
         every = {*before} if way.count(on) == len(before) > 1 and way[-1] == come else set()
         if len(every) == 1 and last <= before[0]:

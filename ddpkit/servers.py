@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from .exchanges import times
 from .finding import Odd, ranks_said, verb
-from .standing import Standing, peers, same_line
+from .standing import Standing, missing_in, peers, same_line
 
 
 def of_any(standing: Standing) -> bool:
@@ -29,6 +29,23 @@ def has_sent_fewer_to_a_server(waiting: Mapping[int, Standing], at: Mapping[int,
         return None
     met = f"it has sent {usual - 1} messages to rank {servers[0]}, which waits for one more"
     return behind, f"{met}, and each of the others {usual}"
+
+
+def has_asked_too_often(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
+    """The rank that waits for one more message of one that is in a collective, and has sent it as many as each of the others has
+    taken, who wait in a collective for it."""
+    for number, waiter in waiting.items():
+        for source in (p for p in peers(waiter) if waiter.pairwise and p in waiting and not waiting[p].pairwise):
+            sent = {n: times(waiting[source], "send", n) for n in at if times(waiting[source], "send", n)}
+            others = [n for n in sent if n != number]
+            taken = all(times(at[n], "recv", source) == sent[n] == sent.get(number) for n in others)
+            held_up = all(
+                n in waiting and waiting[n].collective and number in missing_in(waiting[n], at, None) for n in others
+            )
+            if others and taken and held_up and times(waiter, "recv", source) == sent[number] + 1:
+                met = f"rank {source} has sent it {sent[number]} messages, as many as {ranks_said(others).lower()} took"
+                return (number,), f"it waits for one more, and {met}"
+    return None
 
 
 def has_left_one_without_an_answer(waiting: Mapping[int, Standing]) -> Odd | None:

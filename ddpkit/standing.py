@@ -109,6 +109,8 @@ def standing(rank: Rank, at_ns: int | None = None) -> Standing:
     waiting = _open_collective(rank)
     if at_ns and any(c.at_ns > at_ns for c in rank.collectives):
         return Standing(rank, "late")
+    if at_ns and rank.failure is None and (was_in := _was_in(rank, at_ns)):
+        return Standing(rank, "waiting", was_in.where, was_in)
     if rank.exitcode == 0:
         return Standing(rank, "left", collective=waiting)
     if rank.failure is not None:
@@ -138,6 +140,11 @@ def standing(rank: Rank, at_ns: int | None = None) -> Standing:
     # A GPU that computes while no collective is open computes for this rank; an open one keeps it busy by waiting.
     on_gpu = 0.0 if waiting else rank.look.gpu_busy or 0.0
     return Standing(rank, "busy" if max(rank.look.busy, on_gpu) >= BUSY_FROM else "idle", place, waiting)
+
+
+def _was_in(rank: Rank, at_ns: int) -> Collective | None:
+    """The collective in which this rank was at that time, and from which it came back: as who catches the error of a wait."""
+    return next((c for c in rank.collectives if c.at_ns <= at_ns < c.over_ns), None)
 
 
 def _inside(rank: Rank) -> str:

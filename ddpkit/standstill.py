@@ -259,7 +259,9 @@ def _is_over_elsewhere(standing: Standing, at: Mapping[int, Standing]) -> bool:
     if waits_in is None or standing.kind != "waiting" or standing.pairwise:
         return False
     others = [s for n, s in at.items() if s is not standing and (not waits_in.ranks or n in waits_in.ranks)]
-    return bool(others) and all(any(c.key == waits_in.key and c.done for c in s.rank.collectives) for s in others)
+    return bool(others) and all(
+        s.kind != "late" and any(c.key == waits_in.key and c.done for c in s.rank.collectives) for s in others
+    )
 
 
 def _lost_a_store(standing: Standing) -> bool:

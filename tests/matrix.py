@@ -3446,6 +3446,95 @@ CASES = [
         ),
     ),
     hang(
+        "a stage loses two of its messages to an error that it swallows, and waits in the last barrier",
+        """
+        for part in range(6):
+            if rank:
+                dist.recv(torch.zeros(4), rank - 1)
+            if rank < 3 and not (rank == 1 and part > 3):
+                dist.send(torch.ones(4), rank + 1)
+        if rank == 3:
+            dist.send(torch.ones(4), 0)
+        if rank == 0:
+            dist.recv(torch.zeros(4), 3)
+        dist.barrier()
+        """,
+        1,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 1 left the common way: rank 2 waits for one more of it, which has passed on 4 of 6 messages",),
+    ),
+    hang(
+        "one of two that are fed takes a message more than comes, which it has asked for ahead",
+        """
+        trainers = dist.new_group([1, 2])
+        def ask():
+            x = torch.zeros(4)
+            return x, dist.irecv(x, 0)
+        for turn in range(8) if rank == 0 else ():
+            for trainer in (1, 2):
+                dist.send(torch.ones(4), trainer)
+        asked = ask() if rank else None
+        for turn in range(8) if rank else ():
+            asked[1].wait()
+            asked = ask() if turn < 7 else None
+            dist.all_reduce(torch.ones(4), group=trainers)
+            if (rank, turn) == (2, 5):
+                asked[1].wait()
+                asked = ask()
+        dist.barrier()
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=3,
+        since_2_13=True,
+        says=(
+            "Rank 2 left the common way: it waits for one more, and rank 0 has sent it 8 messages, as many as rank 1 took",
+        ),
+    ),
+    hang(
+        "of a pair the one that is to speak first listens",
+        """
+        for turn in range(9):
+            peer = rank ^ (1 if turn % 2 else 3)
+            first = (rank < peer) != ((rank, turn) == (2, 7))
+            for sends in (first, not first):
+                if sends:
+                    dist.send(torch.ones(4), peer)
+                else:
+                    dist.recv(torch.zeros(4), peer)
+        """,
+        2,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 2 left the common way: with rank 3 it came from recv to recv, as it never had",),
+    ),
+    case(
+        "a rank gives up its wait for a late one, and another has given up its own wait for that before",
+        """
+        node = [dist.new_group([n, n + 1], timeout=timedelta(seconds=6)) for n in (0, 2)][rank // 2]
+        across = dist.new_group([0, 2], timeout=timedelta(seconds=4))
+        try:
+            for turn in range(6):
+                if (rank, turn) == (3, 4):
+                    time.sleep(9)
+                dist.all_reduce(torch.ones(4), group=node)
+                if rank % 2 == 0:
+                    dist.all_reduce(torch.ones(4), group=across)
+                dist.broadcast(torch.ones(4), rank // 2 * 2, group=node)
+        except RuntimeError:
+            time.sleep(8)
+            raise
+        """,
+        3,
+        "straggler",
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 3 came too late to", "the others had given up by then"),
+    ),
+    hang(
         "every rank sends to its neighbours first, at two lines, and none receives",
         """
         if rank:
