@@ -248,8 +248,8 @@ def _passed_on_too_few(left: Standing, waiter: Standing) -> str:
 
 
 def _kept_one(left: Standing, waiter: Standing) -> str:
-    """What `waiter` waits to receive, if `left` passed every message of another rank on to it as it came, but one, or sent it one
-    for every few of them, but none for the last; "" where it did not."""
+    """What `waiter` waits to receive, if `left` passed every message of another rank on to it as it came, but one, or from one on
+    no more, or sent it one for every few of them, but none for the last; "" where it did not."""
     number = waiter.rank.rank
     if not waiter.rank.calls or "recv" not in waiter.rank.calls[-1].op:
         return ""
@@ -257,8 +257,10 @@ def _kept_one(left: Standing, waiter: Standing) -> str:
     for source in sorted({ranks[0] for op, ranks in made if op == "recv" and ranks} - {number}):
         come, on = ("recv", (source,)), ("send", (number,))
         way = [one for one in made if one in (come, on)]
-        passed = sum(pair == (come, on) for pair in itertools.pairwise(way))
-        if way.count(come) > passed == way.count(on) > 1:
+        passed = way.count(on)
+        kept_the_rest = way == [come, on] * passed + [come] * (way.count(come) - passed)
+        kept_one = passed == way.count(come) - 1 == sum(pair == (come, on) for pair in itertools.pairwise(way))
+        if way.count(come) > passed > 1 and (kept_the_rest or kept_one):
             of_them = f"{passed} of {way.count(come)} messages from rank {source}"
             return f"waits for one more of it, which has passed on {of_them}"
         *before, last = [len(list(run)) for one, run in itertools.groupby(way) if one == come] or [0]
