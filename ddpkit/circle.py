@@ -165,8 +165,11 @@ def _in_a_circle(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) ->
     )
     each_other = len(waiting) == len(at) or (known and len(waiting) > 1)
     opening = f"{who} for each other: {said}." if each_other else f"{who}, for whom cannot be told: {said}."
-    ranks, how = _left_the_way(waiting, at, {n: s.rank.calls for n, s in at.items()} if each_other and known else {})
-    if not ranks and (on_one_side(waiting, at) or _each_in_another_group(waiting, at)):
+    # Who has left is waited for by nobody here.
+    still = {n: s for n, s in at.items() if s.kind != "left"}
+    histories = {n: s.rank.calls for n, s in still.items()} if each_other and known else {}
+    ranks, how = _left_the_way(waiting, still, histories)
+    if not ranks and (on_one_side(waiting, still) or _each_in_another_group(waiting, still)):
         return Finding(tuple(waiting), f"{opening} Each does the same, and none meets another.", "all_waiting")
     if not ranks:
         return Finding((), f"{opening} Who is at fault cannot be told from this.", "all_waiting")

@@ -226,7 +226,9 @@ def _fewer_than_ever(left: Standing, waiter: Standing, by: object = None) -> str
     """What `waiter` waits for, if `left` had one exchange less with it before its last collective, of those `by` this call, than
     before each earlier one; "" where it had not."""
     made, awaited = _in_rounds(left, waiter.rank.rank, by=by), _in_rounds(waiter, left.rank.rank, by=by)
-    usual = awaited[-1]
+    # What comes before the first exchange may be another part of the program.
+    made, awaited = (list(itertools.dropwhile(lambda times: not times, rounds)) for rounds in (made, awaited))
+    usual = awaited[-1] if awaited else 0
     if not made[:-1] or {*made[:-1], *awaited} != {usual} or made[-1] + 1 != usual:
         return ""
     return f"waits for exchange {usual} of {usual} with it, as many as in every round before"

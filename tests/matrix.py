@@ -3535,6 +3535,47 @@ CASES = [
         says=("Rank 3 came too late to", "the others had given up by then"),
     ),
     hang(
+        "of two ranks the one with the log gathers for it alone",
+        """
+        model = DDP(torch.nn.Linear(4, 1))
+        class Log:
+            def __init__(self, main):
+                self.main = main
+            def step(self, step):
+                if self.main and step == 5:
+                    dist.all_gather_object([None] * 2, step)
+        log = Log(rank == 0)
+        for step in range(8):
+            model(torch.ones(2, 4)).sum().backward()
+            log.step(step)
+        """,
+        0,
+        "collective_mismatch",
+        since_2_13=True,
+        says=(
+            "Rank 0 left the common way at collective #",
+            "not every rank comes there, by `if self.main and step == 5`",
+        ),
+    ),
+    hang(
+        "the first of three stages sends a part less, and a fourth rank has left, as it may",
+        """
+        pipe = dist.new_group([0, 1, 2])
+        for turn in range(6 if rank < 3 else 0):
+            for part in range(3):
+                if rank:
+                    dist.recv(torch.zeros(4), rank - 1)
+                if rank < 2 and (rank, turn, part) != (0, 4, 2):
+                    dist.send(torch.ones(4), rank + 1)
+            dist.all_reduce(torch.ones(4), group=pipe)
+        """,
+        0,
+        "unmatched_send_recv",
+        nproc=4,
+        since_2_13=True,
+        says=("rank 3 has left. Rank 0 left the common way: rank 1 waits for exchange 3 of 3 with it",),
+    ),
+    hang(
         "every rank sends to its neighbours first, at two lines, and none receives",
         """
         if rank:

@@ -41,6 +41,23 @@ def test_the_innermost_if_about_the_rank_is_found(tmp_path: Path, line: int, tes
     assert about_rank(str(tmp_path / "train.py"), line) == test
 
 
+@pytest.mark.parametrize(
+    ("test", "is_about_it"),
+    [
+        ("self.main and step > 0", True),
+        ("writer is not None", True),
+        ("args.coordinator", True),
+        ("main(args)", False),
+        ("__name__ == '__main__'", False),
+        ("writer.closed", False),
+        ("domain == 'news'", False),
+    ],
+)
+def test_what_one_rank_alone_is_or_has_tells_of_the_rank(tmp_path: Path, test: str, is_about_it: bool) -> None:
+    (tmp_path / "train.py").write_text(f"if {test}:\n    log()\n")
+    assert bool(about_rank(str(tmp_path / "train.py"), 2)) is is_about_it
+
+
 def test_the_loops_around_a_line_are_found_the_innermost_first(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text("for epoch in range(2):\n    while True:\n        step()\n    evaluate()\nsave()\n")

@@ -11,8 +11,12 @@ from typing import NamedTuple
 
 # By these a backward has no collective.
 _MAY_NOT_SYNC = re.compile(r"\b(no_sync|require_backward_grad_sync)\b")
-# `if rank == 0`, `if here.rank`, `if args.local_rank < 1`, `if is_main_process()`.
-_ABOUT_RANK = re.compile(r"rank|is_?(main|master|primary|leader|chief)|main_?process", re.IGNORECASE)
+# `if rank == 0`, `if here.rank`, `if args.local_rank < 1`, `if is_main_process()`, `if self.main`, `if writer is not None`.
+_ABOUT_RANK = re.compile(
+    r"rank|is_?(main|master|primary|leader|chief)|main_?process"
+    r"|\b(main|master|primary|leader|chief|coordinator|writer|reporter)\b(?![(.])",
+    re.IGNORECASE,
+)
 
 # `for label in sorted(set(labels))`, `for name, total in totals.items()`, but not `for batch in set(batches)`.
 _KINDS = re.compile(r"\bset\(|unique|class|categor|\b(keys|items|values|parameters|named_\w+|modules|children)\(")
