@@ -196,7 +196,7 @@ def _left_an_exchange(
         for_it = [n for n, s in exchanging.items() if left in peers(s) and n in missing]
         if len(there) == 1 and len(for_it) > 1:
             return (left,), f"ranks {' and '.join(map(str, for_it))} still wait to exchange with it"
-        rules = [_fewer_than_ever, _passed_on_too_few, _kept_one]
+        rules = [_passed_on_too_few, _fewer_than_ever, _kept_one]
         if len(there) == 1 and len(exchanging) > 1:
             rules.insert(0, _owed)
         for number in for_it:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from .collectives import Collective
 from .endings import deed, failed_at
 from .finding import Finding, ranks_said
 from .frames import Frame
@@ -45,23 +46,25 @@ def came_after_all_had_given_up(victim: Rank, ranks: Sequence[Rank]) -> Finding 
     there no more: who catches its timeout may save and report first, or leave with exit code 0."""
     last = standing(victim).collective
     others = [r for r in ranks if r is not victim and (last is None or not last.ranks or r.rank in last.ranks)]
-    joined = {r.rank: c.at_ns for r in others for c in r.collectives if last and c.key == last.key and c.done}
+    joined = {r.rank: c for r in others for c in r.collectives if last and c.key == last.key and c.done}
     if last is None or last.is_exchange or last.root is not None or len(joined) < max(len(others), 1):
         return None
-    late_s = (last.at_ns - max(joined.values())) / 1e9
+    late_s = (last.at_ns - max(call.at_ns for call in joined.values())) / 1e9
     if late_s < STILL_FROM_S or not all(_had_gone_on(r, joined[r.rank], victim) for r in others):
         return None
     came = f"Rank {victim.rank} came to {last.name}{last.from_line} {late_s:.0f} s after the others"
     return Finding((victim.rank,), f"{came}, who had given up waiting by then.", "straggler")
 
 
-def _had_gone_on(rank: Rank, joined_ns: int, victim: Rank) -> bool:
-    """Whether this rank, which had joined at `joined_ns`, waited no more when the victim lost it: it did something else, or
-    had left before the victim came, and not at once."""
+def _had_gone_on(rank: Rank, joined: Collective, victim: Rank) -> bool:
+    """Whether this rank, which had `joined` before, waited no more when the victim lost it: it did something else, or had left
+    before the victim came, and not at once, or was on its way out."""
     ended_ns = rank.ended_ns or 0
-    if ended_ns > failed_at(victim):
-        return standing(rank).kind in ("busy", "idle")
-    return rank.exitcode == 0 and (ended_ns - joined_ns) / 1e9 >= STILL_FROM_S
+    if ended_ns <= failed_at(victim):
+        return rank.exitcode == 0 and (ended_ns - joined.at_ns) / 1e9 >= STILL_FROM_S
+    # To leave takes a moment, on a loaded machine seconds.
+    waited_s = (joined.over_ns - joined.at_ns) / 1e9 if joined.over_ns < failed_at(victim) else 0.0
+    return standing(rank).kind in ("busy", "idle") or (rank.exitcode == 0 and waited_s >= WAITS_FROM_S)
 
 
 def left_before_it_was_over(victim: Rank, ranks: Sequence[Rank]) -> Finding | None:

@@ -79,10 +79,11 @@ def _not_as_with_others(pair: tuple[int, int], waiting: Mapping[int, Standing]) 
     same = {row[len(sent) - 1] for row in rows if len(row) >= len(sent)}
     if len(same) != 1 or not same & {sent[-1], asked[-1]}:
         return None
-    usual = f"and so many messages on the others have tag {same.pop()}"
-    if usual.endswith(f" {asked[-1]}"):
-        return (sender,), f"it sends with tag {sent[-1]}, {usual}"
-    return (receiver,), f"it receives with tag {asked[-1]}, {usual}"
+    usual = same.pop()
+    others_have = f"and so many messages on the others have tag {usual}"
+    if usual == asked[-1]:
+        return (sender,), f"it sends with tag {sent[-1]}, {others_have}"
+    return (receiver,), f"it receives with tag {asked[-1]}, {others_have}"
 
 
 def _not_that_of_most(last: Mapping[int, Collective]) -> Odd | None:

@@ -145,7 +145,7 @@ ALLOWED: dict[str, set[str]] = {
         "failures",
         "records",
     },
-    "late": {"endings", "standing", "finding", "frames", "records"},
+    "late": {"collectives", "endings", "standing", "finding", "frames", "records"},
     "flags": {"collectives", "endings", "finding", "mismatch", "parting", "records"},
     "endings": {"failures", "records", "stable"},
     "standstill": {

@@ -811,13 +811,17 @@ def test_who_came_after_a_wait_was_over_was_late_whatever_failed_then(tmp_path: 
 def test_who_comes_long_after_all_others_had_given_up_is_at_fault_though_they_have_not_ended(tmp_path: Path) -> None:
     """They caught the timeout and save first; the late rank finds the connection closed and fails."""
 
-    def late(folder: Path, by_s: int, waits: bool = False, **ended: Any) -> Run:
+    def late(folder: Path, by_s: int, waits: bool = False, over_s: float = 0.0, **ended: Any) -> Run:
         write_run(folder, nproc=3)
         closed = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
         still_there = {"exitcode": -15, "signal": "SIGTERM", "told": "SIGTERM", "told_ns": 10**11, "at_ns": 10**11}
         for rank in (0, 2):
             write_rank(folder, rank, **{**still_there, **ended})
             evidence(folder, rank, [("all_reduce", 5)] * 3, waits=waits, line=5 if waits else 9)
+            own = wire.rank_folder(folder, 0, rank) / wire.COLLECTIVES
+            found = wire.read_record(own) or {}
+            found["entries"][-1]["over_ns"] = int(over_s * 10**9)
+            wire.write_record(own, found)
         write_rank(folder, 1, {"type": "RuntimeError", "message": closed, "at_ns": 10**10, "where": frame(5)})
         evidence(folder, 1, [("all_reduce", 5)] * 3, waits=True)
         record = wire.rank_folder(folder, 0, 1) / wire.COLLECTIVES
@@ -835,6 +839,11 @@ def test_who_comes_long_after_all_others_had_given_up_is_at_fault_though_they_ha
     left: dict[str, Any] = {"exitcode": 0, "signal": None, "told": None, "told_ns": 0}
     run = late(tmp_path / "d", by_s=9, at_ns=7 * 10**9, **left)
     assert (run.culprit, run.verdict.kind) == (1, "straggler"), run
+    # It may take so long to leave that the late one is there before.
+    slow = {**left, "at_ns": 11 * 10**9}
+    run = late(tmp_path / "f", by_s=9, over_s=7, **slow)
+    assert (run.culprit, run.verdict.kind) == (1, "straggler"), run
+    assert late(tmp_path / "g", by_s=9, over_s=0.5, **slow).verdict.kind != "straggler"
     run = late(tmp_path / "e", by_s=9, at_ns=10**9, **left)
     assert (run.culprit, run.verdict.kind) == ((0, 2), "left_early"), run
 
