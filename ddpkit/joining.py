@@ -122,6 +122,17 @@ def _at_stores_of_their_own(at: Mapping[int, Standing]) -> Finding | None:
     return found if found.ranks else None
 
 
+def nobody_has_the_store(at: Mapping[int, Standing]) -> Finding | None:
+    """Every rank, where all look for the store at one address, and one has given up to look for it."""
+    stores = {_by_one_name(s.rank.store) for s in at.values()}
+    given_up = any(s.rank.failure and s.rank.failure.type == "DistNetworkError" for s in at.values())
+    if len(stores) != 1 or not given_up or not all(s.rank.store and makes_a_store(s) for s in at.values()):
+        return None
+    first = at[min(at)]
+    looked = f"Every rank looked for a store at {first.rank.store}, where nobody has one"
+    return Finding(tuple(at), f"{looked}{at_line(first)}.", "init_elsewhere")
+
+
 def of_another_size(at: Mapping[int, Standing]) -> Finding | None:
     """The ranks that gave another world size than torchrun's; they may even have found a group of that size."""
     world_size = max(s.rank.world_size for s in at.values())

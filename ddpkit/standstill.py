@@ -16,7 +16,7 @@ from .collectives import Collective
 from .endings import sent_by
 from .finding import Finding, ranks_said, undecided, verb
 from .frames import stack_frames
-from .joining import makes_a_store, making_a_group, met_an_old_address, while_joining
+from .joining import makes_a_store, making_a_group, met_an_old_address, nobody_has_the_store, while_joining
 from .late import on_its_way
 from .mismatch import parted_at
 from .parting import parting
@@ -72,6 +72,8 @@ def _find(ranks: Sequence[Rank], live: bool, at_ns: int | None) -> Finding | Non
     once_more = len(joining) * 2 <= len(at) and any(_was_met(s.rank, at) for s in joining)
     if joining and (not once_more or any(met_an_old_address(s.rank) for s in joining)):
         return while_joining(joining, {**at, **{s.rank.rank: s for s in joining}}, live)
+    if found := nobody_has_the_store(at):
+        return found
     waiting = {n: s for n, s in at.items() if s.kind == "waiting"} or _that_poll(at)
     if not waiting:
         return _nobody_waits(at)

@@ -3575,6 +3575,17 @@ CASES = [
         since_2_13=True,
         says=("rank 3 has left. Rank 0 left the common way: rank 1 waits for exchange 3 of 3 with it",),
     ),
+    case(
+        "every rank looks for a store where nobody has one",
+        """
+        dist.TCPStore("127.0.0.1", 23457, 2, is_master=False, timeout=timedelta(seconds=4))
+        """,
+        "every rank",
+        "wrong_address",
+        init="",
+        since_2_13=True,
+        says=("Every rank looked for a store at 127.0.0.1:23457, where nobody has one at line",),
+    ),
     hang(
         "every rank sends to its neighbours first, at two lines, and none receives",
         """

@@ -18,8 +18,10 @@ _ABOUT_RANK = re.compile(
     re.IGNORECASE,
 )
 
-# `for label in sorted(set(labels))`, `for name, total in totals.items()`, but not `for batch in set(batches)`.
-_KINDS = re.compile(r"\bset\(|unique|class|categor|\b(keys|items|values|parameters|named_\w+|modules|children)\(")
+# `for label in sorted(self.seen)`, `for name, total in totals.items()`, but not `for batch in set(batches)`.
+_KINDS = re.compile(
+    r"\b(set|sorted)\(|unique|class|categor|\b(keys|items|values|parameters|named_\w+|modules|children)\("
+)
 _LEAVES = re.compile(r"\b_?exit$|\babort$")
 _DATA = re.compile(r"load|batch|data|sample|shard|chunk|file", re.IGNORECASE)
 
