@@ -67,13 +67,13 @@ def _find(ranks: Sequence[Rank], live: bool, at_ns: int | None) -> Finding | Non
     if missed := _named_by_a_barrier(ranks):
         named, group = missed
         return _missed_a_barrier(named, {n: at[n] for n in group})
+    if found := nobody_has_the_store(at):
+        return found
     joining = [s for s in at.values() if s.kind == "joining"] or _at_a_store(at)
     # A few that join once more have left a group in which the others still are.
     once_more = len(joining) * 2 <= len(at) and any(_was_met(s.rank, at) for s in joining)
     if joining and (not once_more or any(met_an_old_address(s.rank) for s in joining)):
         return while_joining(joining, {**at, **{s.rank.rank: s for s in joining}}, live)
-    if found := nobody_has_the_store(at):
-        return found
     waiting = {n: s for n, s in at.items() if s.kind == "waiting"} or _that_poll(at)
     if not waiting:
         return _nobody_waits(at)
