@@ -240,7 +240,7 @@ def _left_its_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing])
     for joined in (s.collective for s in waiting.values() if s.collective and not s.collective.is_exchange):
         came = {n for n, s in at.items() if any(c.key == joined.key for c in s.rank.collectives)}
         left = set(joined.ranks) - came
-        if len(left) == 1 < len(came) and set(at) - came == of_all:
+        if len(left) == 1 < len(came) and set(at) - came == of_all >= left:
             number = left.pop()
             on = f"it went on to {whom_it_waits_for(waiting[number])}"
             return (number,), f"{on}, and the others of its group still wait in {joined.name}{joined.from_line}"
