@@ -61,14 +61,16 @@ def out_of_an_exchange(waiting: Mapping[int, Standing], at: Mapping[int, Standin
     exchanging = {n: s for n, s in waiting.items() if s.pairwise}
     if len(waiting) < len(at):
         return None
+    awaited = {n: missing_in(waiting[n], at, None) for n in there}
+    for_it = {left: [n for n, s in exchanging.items() if left in peers(s) and n in awaited[left]] for left in there}
     if len(there) + len(exchanging) < len(at):
-        return _has_had_fewer(there, exchanging, waiting, at)
+        return _has_had_fewer(for_it, waiting)
     if len(exchanging) == 1 and len(there) > 1:
         ((number, waiter),) = exchanging.items()
         if len(peers(waiter)) > 1 and set(peers(waiter)) <= set(there):
             met = " and ".join(map(str, peers(waiter)))
             return (number,), f"it waits to exchange with ranks {met}, and none of them with it"
-    return _left_an_exchange(there, exchanging, waiting, at)
+    return _left_an_exchange(for_it, waiting, at)
 
 
 def is_first_to_exchange(waiter: Standing, at: Mapping[int, Standing]) -> bool:
@@ -167,39 +169,28 @@ def _rounds(standing: Standing, by: object = None) -> list[list[Exchange]]:
     return rounds if standing.pairwise else rounds[:-1]
 
 
-def _has_had_fewer(
-    there: Sequence[int],
-    exchanging: Mapping[int, Standing],
-    waiting: Mapping[int, Standing],
-    at: Mapping[int, Standing],
-) -> Odd | None:
-    """The rank that is `there`, while others are held up in collectives of a group, if the messages between it and one that waits
-    for it tell that it went on too soon."""
-    for left in there:
-        here, missing = waiting[left], missing_in(waiting[left], at, None)
-        for number in (n for n, s in exchanging.items() if left in peers(s) and n in missing):
-            if way := _fewer_than_ever(here, waiting[number], by=here.collective.call if here.collective else None):
-                return (left,), f"rank {number} {way}"
+def _has_had_fewer(for_it: Mapping[int, Sequence[int]], waiting: Mapping[int, Standing]) -> Odd | None:
+    """The rank in a collective of all, while others are held up in those of a group, if the messages between it and one that
+    waits `for_it` tell that it went on too soon."""
+    for left, number in ((left, number) for left, numbers in for_it.items() for number in numbers):
+        here = waiting[left]
+        if way := _fewer_than_ever(here, waiting[number], by=here.collective.call if here.collective else None):
+            return (left,), f"rank {number} {way}"
     return None
 
 
 def _left_an_exchange(
-    there: Sequence[int],
-    exchanging: Mapping[int, Standing],
-    waiting: Mapping[int, Standing],
-    at: Mapping[int, Standing],
+    for_it: Mapping[int, Sequence[int]], waiting: Mapping[int, Standing], at: Mapping[int, Standing]
 ) -> Odd | None:
-    """The rank that is `there`, in a collective of all, while others wait to exchange with it, if that are several, or the
-    messages between it and one of them tell that it went on too soon."""
-    for left in there:
-        missing = missing_in(waiting[left], at, None)
-        for_it = [n for n, s in exchanging.items() if left in peers(s) and n in missing]
-        if len(there) == 1 and len(for_it) > 1:
-            return (left,), f"ranks {' and '.join(map(str, for_it))} still wait to exchange with it"
+    """The rank in a collective of all while others wait `for_it` to exchange, if that are several, or the messages between it and
+    one of them tell that it went on too soon."""
+    for left, numbers in for_it.items():
+        if len(for_it) == 1 and len(numbers) > 1:
+            return (left,), f"ranks {' and '.join(map(str, numbers))} still wait to exchange with it"
         rules = [_passed_on_too_few, _fewer_than_ever, _kept_one]
-        if len(there) == 1 and len(exchanging) > 1:
+        if len(for_it) == 1 and len(waiting) > 2:
             rules.insert(0, _owed)
-        for number in for_it:
+        for number in numbers:
             ways = (rule(waiting[left], waiting[number]) for rule in rules)
             if (
                 way := next(filter(None, ways), "")
@@ -215,7 +206,7 @@ def _left_an_exchange(
 def _owed(left: Standing, waiter: Standing) -> str:
     """What `left` owes to a rank that has sent it messages, and gets as many back with the one it waits for; "" where nothing
     is owed."""
-    made = [c.op.lstrip("i") for c in waiter.rank.calls if c.is_exchange and c.ranks == (left.rank.rank,)]
+    made = [c.op.lstrip("i") for c in waiter.rank.exchanged_with(left.rank.rank)]
     sent = made.count("send")
     if made[-1:] != ["recv"] or sent != made.count("recv") or sent < 2:
         return ""
@@ -333,7 +324,7 @@ def _came_from_the_rest(left: int, number: int, waiting: Mapping[int, Standing],
 
 def times(standing: Standing, op: str, peer: int) -> int:
     """How often this rank has sent to `peer`, or begun to receive of it; with "" as `op`, either."""
-    return sum(c.is_exchange and op in c.op and c.ranks == (peer,) for c in standing.rank.calls)
+    return len(standing.rank.exchanged_with(peer, op))
 
 
 def _in_rounds(standing: Standing, peer: int, op: str = "", by: object = None) -> list[int]:

@@ -78,13 +78,17 @@ def _by_length(ranks: Sequence[Rank]) -> Finding | None:
             continue
         came, room = map(int, found.groups())
         others = [r for r in ranks if r is not aborted]
-        sends = {r.rank: [c.message_bytes for c in _exchanged(r, "send", aborted.rank)] for r in others}
+        sends = {r.rank: [c.message_bytes for c in r.exchanged_with(aborted.rank, "send")] for r in others}
         sent = {rank: came if came in lengths else lengths[-1] for rank, lengths in sends.items() if lengths}
         if came not in sent.values():
             continue
         senders = [*sent] if len(sent) == 1 else []
         received = {
-            r.rank: came for r in others for s in senders for c in _exchanged(r, "recv", s) if c.message_bytes == came
+            r.rank: came
+            for r in others
+            for s in senders
+            for c in r.exchanged_with(s, "recv")
+            if c.message_bytes == came
         }
         beside = {n: b for s in senders for n, b in _sent_beside(s, aborted.rank, ranks).items() if n not in received}
         line = aborted.calls[-1].where if aborted.calls else None
@@ -99,15 +103,10 @@ def _by_length(ranks: Sequence[Rank]) -> Finding | None:
     return None
 
 
-def _exchanged(rank: Rank, op: str, peer: int) -> list[Collective]:
-    """What this rank has sent to that one, or received from it."""
-    return [c for c in rank.calls if op in c.op and c.is_exchange and peer in c.ranks]
-
-
 def _sent_beside(sender: int, aborted: int, ranks: Sequence[Rank]) -> dict[int, int]:
     """How many bytes each other rank has sent from the line of the sender's last message to the aborted rank, when for the first
     time they did not send as many from there, or else last; empty where they never did."""
-    line = next((_exchanged(r, "send", aborted)[-1].where for r in ranks if r.rank == sender), None)
+    line = next((r.exchanged_with(aborted, "send")[-1].where for r in ranks if r.rank == sender), None)
     sends = {r.rank: [c for c in r.calls if c.is_exchange and "send" in c.op] for r in ranks if r.rank != aborted}
     lengths = {n: [c.message_bytes for c in calls if same_line(c.where, line)] for n, calls in sends.items()}
     for time, sent in enumerate(zip(*lengths.values(), strict=False)):

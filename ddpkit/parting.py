@@ -26,7 +26,9 @@ class Parting:
 def parting(histories: Histories) -> Parting | None:
     """Where the ranks first part, and whether that is the end of a loop, which some come to before the others."""
     parted = _parting(histories)
-    if parted is None or not parted.odd:
+    if parted is None:
+        return None
+    if not parted.odd:
         return _across_the_groups(parted, histories)
     rest = tuple(sorted(set(parted.joined) - set(parted.odd)))
     for done, inside in ((parted.odd, rest), (rest, parted.odd)):
@@ -35,10 +37,10 @@ def parting(histories: Histories) -> Parting | None:
     return parted
 
 
-def _across_the_groups(parted: Parting | None, histories: Histories) -> Parting | None:
+def _across_the_groups(parted: Parting, histories: Histories) -> Parting:
     """Where `parted` does not say who is odd: whether one of the ranks there has taken a group across those of the others."""
-    found = across_the_groups(histories) if parted else None
-    if parted is None or found is None or not {*found[0]} <= {*parted.joined}:
+    found = across_the_groups(histories)
+    if found is None or not {*found[0]} <= {*parted.joined}:
         return parted
     odd, why = found
     return replace(parted, odd=odd, why=why)

@@ -171,6 +171,10 @@ class Rank:
         """The collectives, and between them the sends and receives that this rank began; each as it came."""
         return tuple(in_time((*self.collectives, *read_exchanges(self._collectives_path))))
 
+    def exchanged_with(self, peer: int, op: str = "") -> list[Collective]:
+        """The sends and receives of this rank with that one, in turn; with "send" or "recv" as `op`, those alone."""
+        return [c for c in self.calls if c.is_exchange and op in c.op and c.ranks == (peer,)]
+
     @cached_property
     def requested(self) -> tuple[int, ...]:
         """The ranks with which this one was in a send or receive, or had begun one and not waited for it; recorded with

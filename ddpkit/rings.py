@@ -51,7 +51,7 @@ def one_too_many_in_a_row(waiting: Mapping[int, Standing]) -> Odd | None:
 
 def _in_a_row(standing: Standing, peer: int) -> list[tuple[str, int]]:
     """How many times in a row this rank has sent to `peer` or received of it, in turn."""
-    return [(op, len(list(row))) for op, row in itertools.groupby(_with(standing, peer))]
+    return [(op, len(list(row))) for op, row in itertools.groupby(_ops_with(standing, peer))]
 
 
 def has_turned_round_too_soon(waiting: Mapping[int, Standing]) -> Odd | None:
@@ -151,7 +151,7 @@ def has_changed_its_turn(waiting: Mapping[int, Standing]) -> Odd | None:
     theirs ever did."""
     for number, waiter in waiting.items():
         for peer in (p for p in peers(waiter) if p in waiting and number in peers(waiting[p])):
-            made = {n: _with(waiting[n], other) for n, other in ((number, peer), (peer, number))}
+            made = {n: _ops_with(waiting[n], other) for n, other in ((number, peer), (peer, number))}
             new = [n for n, ops in made.items() if tuple(ops[-2:]) not in [*itertools.pairwise(ops)][:-1]]
             if len(new) == 1 and new[0] == number and min(map(len, made.values())) > ALIKE_FROM:
                 before, now = made[number][-2:]
@@ -159,8 +159,8 @@ def has_changed_its_turn(waiting: Mapping[int, Standing]) -> Odd | None:
     return None
 
 
-def _with(standing: Standing, peer: int) -> list[str]:
-    return [c.op.lstrip("i") for c in standing.rank.calls if c.is_exchange and c.ranks == (peer,)]
+def _ops_with(standing: Standing, peer: int) -> list[str]:
+    return [c.op.lstrip("i") for c in standing.rank.exchanged_with(peer)]
 
 
 def has_a_new_neighbour(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:

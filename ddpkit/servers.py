@@ -51,7 +51,7 @@ def has_asked_too_often(waiting: Mapping[int, Standing], at: Mapping[int, Standi
 def has_left_one_without_an_answer(waiting: Mapping[int, Standing]) -> Odd | None:
     """The rank that waits to receive of one which waits to receive of it, at the line where others do: all ask it once for each
     message that they send, and it has answered each of the others as often as this one has asked, and this one once less."""
-    receiving = {n: s for n, s in waiting.items() if s.pairwise and s.rank.calls and "recv" in s.rank.calls[-1].op}
+    receiving = _receiving(waiting)
     for left, standing in receiving.items():
         for server in (p for p in peers(standing) if p in receiving and left in peers(receiving[p])):
             asked = times(standing, "recv", server)
@@ -71,7 +71,7 @@ def has_left_one_without_an_answer(waiting: Mapping[int, Standing]) -> Odd | Non
 def has_not_sent_as_others(waiting: Mapping[int, Standing]) -> Odd | None:
     """The rank that waits to receive of one which itself waits to receive of it, where others wait at the same line for that
     one and have sent it theirs."""
-    receiving = {n: s for n, s in waiting.items() if s.pairwise and s.rank.calls and "recv" in s.rank.calls[-1].op}
+    receiving = _receiving(waiting)
     for number, waiter in receiving.items():
         for left in (p for p in peers(waiter) if p in receiving and number in peers(receiving[p])):
             alike = [
@@ -117,6 +117,10 @@ def owes_the_one_behind(waiting: Mapping[int, Standing], at: Mapping[int, Standi
     return None
 
 
+def _receiving(waiting: Mapping[int, Standing]) -> dict[int, Standing]:
+    return {n: s for n, s in waiting.items() if s.pairwise and s.rank.calls and "recv" in s.rank.calls[-1].op}
+
+
 def _tags(standing: Standing, op: str, peer: int) -> Counter[int]:
     """How often this rank has sent to `peer`, or begun to receive of it, by the tag."""
-    return Counter(c.tag for c in standing.rank.calls if c.is_exchange and op in c.op and c.ranks == (peer,))
+    return Counter(c.tag for c in standing.rank.exchanged_with(peer, op))

@@ -97,4 +97,4 @@ def _not_that_of_most(last: Mapping[int, Collective]) -> Odd | None:
 
 def _tags(standing: Standing, op: str, peer: int) -> list[int]:
     """The tags with which this rank has sent to `peer`, or begun to receive of it, in turn."""
-    return [c.tag for c in standing.rank.calls if c.is_exchange and op in c.op and c.ranks == (peer,)]
+    return [c.tag for c in standing.rank.exchanged_with(peer, op)]

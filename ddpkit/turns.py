@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .collectives import Collective, in_time
 from .finding import Odd
-from .meshes import HABIT_FROM
+from .meshes import HABIT_FROM, Histories
 from .standing import Standing, peers
 
 # So many of a rank's last calls are what it did lately.
@@ -24,7 +24,7 @@ class _Stay:
     went_to: str = ""
 
 
-def stayed_behind(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:
+def stayed_behind(histories: Histories) -> Odd | None:
     """The one rank that makes further calls in a function which all others, two or more, left for one other after as many."""
     stays = {n: _stays(calls) for n, calls in histories.items()}
     for turn in zip(*stays.values(), strict=False):
@@ -45,7 +45,7 @@ def stayed_behind(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:
     return None
 
 
-def leaves_its_own_way(histories: Mapping[int, Sequence[Collective]]) -> Odd | None:
+def leaves_its_own_way(histories: Histories) -> Odd | None:
     """The one rank of three or more that lately went from one call to another as it never had, though it had made both often,
     where no other rank did anything new lately."""
     turns = {n: in_time(calls) for n, calls in histories.items()}
