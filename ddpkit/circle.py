@@ -16,6 +16,7 @@ from .exchanges import (
     has_another_partner,
     has_broken_the_pairs,
     is_first_to_exchange,
+    lost_with_its_handle,
     out_of_an_exchange,
     with_one_more,
     without_an_exchange,
@@ -188,6 +189,8 @@ def _left_the_way(
     waiting: Mapping[int, Standing], at: Mapping[int, Standing], histories: Mapping[int, Sequence[Collective]]
 ) -> Odd:
     """Who did otherwise than the others, or than in earlier steps, and how; no ranks where nobody is seen to have."""
+    if lost := lost_with_its_handle(waiting):
+        return lost
     odd = _odd_among_alike(histories, at) or without_an_exchange(waiting)
     odd = () if any(ends_a_chain(n, waiting) for n in odd) else odd
     odd = _in_another_group(waiting, at) or odd or with_one_more(waiting, at)

@@ -26,7 +26,8 @@ class Collective:
     `every_turn` those of them that come to it in every turn, and `to_the_end` those of these that end only as the batches
     do that they go through. `backend` is "gloo" or "nccl", "" where that is not known.
 
-    `message_bytes` is the length of a send or receive, and `tag` its tag. `root` is the rank from or to which a collective is;
+    `message_bytes` is the length of a send or receive, and `tag` its tag; `freed`: it went on by itself, and the program does not
+    have its handle any more. `root` is the rank from or to which a collective is;
     None where there is none, or it was not kept. `brings` is the number that this rank had for it, or the sum of those (None
     where it had too many, or it was not kept; of an "object" 1 or a text's checksum where that tells of anything, else 0),
     `reduces` what is made of the ranks' numbers: "SUM", "MAX" and so on, "" where they are only passed on.
@@ -60,6 +61,7 @@ class Collective:
     in_thread: bool = False
     over_ns: int = 0
     tag: int = 0
+    freed: bool = False
     path: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
@@ -147,6 +149,7 @@ def _calls(path: Path, name: str, group: str) -> tuple[Collective, ...]:
             where=Frame(**entry["where"]) if entry["where"] else None,
             message_bytes=entry.get("bytes", 0),
             tag=entry.get("tag", 0),
+            freed=entry.get("freed", False),
         )
         for number, entry in enumerate(record.get(name, []), 1)
     )

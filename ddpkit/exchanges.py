@@ -30,6 +30,36 @@ def without_an_exchange(waiting: Mapping[int, Standing]) -> tuple[int, ...]:
     return ()
 
 
+def lost_with_its_handle(waiting: Mapping[int, Standing]) -> Odd | None:
+    """The one rank that has begun the very message for which another waits, and has let go of its handle: gloo then gives up what
+    is not over."""
+    found: dict[int, Collective] = {}
+    for number, waiter in waiting.items():
+        for peer in (p for p in peers(waiter) if waiter.pairwise and p in waiting):
+            open_one = _under_way_with(peer, waiter)
+            if open_one is None or any(c.backend == "nccl" for c in waiter.rank.collectives):
+                continue
+            op, its_op = ("send", "recv") if "send" in open_one.op else ("recv", "send")
+            begun = [c for c in waiter.rank.exchanged_with(peer, op) if c.tag == open_one.tag]
+            its = [c for c in waiting[peer].rank.exchanged_with(number, its_op) if c.tag == open_one.tag]
+            if len(its) >= len(begun) and its[len(begun) - 1].freed:
+                found[peer] = its[len(begun) - 1]
+    if len(found) != 1:
+        return None
+    ((peer, lost),) = found.items()
+    how = f"it let go of the handle of {lost.name}{lost.from_line} without a wait, and the message went with it"
+    return (peer,), how
+
+
+def _under_way_with(peer: int, waiter: Standing) -> Collective | None:
+    """The send or receive with that rank in which this one waits; None where it may be another one."""
+    made = waiter.rank.exchanged_with(peer)
+    if made and made[-1] is waiter.rank.calls[-1] and made[-1].op in ("send", "recv"):
+        return made[-1]
+    kept = [c for c in made if c.op.startswith("i") and not c.freed]
+    return kept[-1] if len({c.op for c in kept}) == 1 else None
+
+
 def ends_a_chain(number: int, waiting: Mapping[int, Standing]) -> bool:
     """Whether `number` may be one end of a chain and a rank that waits to exchange with it the other, as each has swapped with
     some rank, but never they with each other: who takes it for a ring waits in vain, and so does who is left in a ring."""

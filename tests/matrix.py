@@ -3738,4 +3738,19 @@ CASES = [
         since_2_13=True,
         says=("Rank 2 left early with exit code 0, before all_reduce #4",),
     ),
+    hang(
+        "a rank lets go of the handle of what it sends before the other comes to receive",
+        """
+        for turn in range(3):
+            if rank == 0:
+                dist.isend(torch.ones(9), 1)
+            else:
+                time.sleep(0.5)
+                dist.recv(torch.zeros(9), 0)
+            dist.all_reduce(torch.ones(2))
+        """,
+        0,
+        "unmatched_send_recv",
+        says=("it let go of the handle of isend with rank 1", "without a wait"),
+    ),
 ]

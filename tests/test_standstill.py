@@ -50,6 +50,7 @@ def evidence(
     last_within: Sequence[int] = (),
     groups: Sequence[Sequence[int]] = (),
     exchanged: Sequence[tuple[int, str, int, int | None] | tuple[int, str, int, int | None, int]] = (),
+    freed: Sequence[int] = (),
     keys_set: Sequence[str] = (),
     awaited: Sequence[str] = (),
     locked_by: int | None = None,
@@ -61,8 +62,9 @@ def evidence(
     the rank that a `recv` waits for. The last `anew` collectives came after the group was set up anew. The ranks of the
     group are `within`, and of that of the last collective alone `last_within`; none: all ranks. `groups` are
     the groups that the rank is in; `exchanged` are sends and receives as (after how many collectives, operation, line,
-    peer, None for whichever sends, and a tag, if any). `keys_set` of a store the rank has set, `awaited` it waits for;
-    `locked_by` and `polls` are those of the look.
+    peer, None for whichever sends, and a tag, if any), of which the program has let go of the handles of those at the
+    places `freed`. `keys_set` of a store the rank has set, `awaited` it waits for; `locked_by` and `polls` are those of
+    the look.
     """
     own = wire.rank_folder(folder, 0, rank)
     group_of = [last_within if last_within and number == len(calls) else within for number in range(1, len(calls) + 1)]
@@ -88,6 +90,7 @@ def evidence(
     ]
     exchanges = [
         {"at_ns": after + (1 + number) / 100, "op": op, "peer": with_rank, "where": frame(at), "tag": sum(tag)}
+        | {"freed": number in freed}
         for number, (after, op, at, with_rank, *tag) in enumerate(exchanged)
     ]
     keyed = [{"at_ns": 1, "op": "set", "keys": [key], "where": frame(6)} for key in keys_set]
@@ -786,6 +789,25 @@ def test_who_leaves_its_group_for_a_collective_of_all_is_at_fault(tmp_path: Path
     there, gone = ({**rank, "within": [1, 2]} for rank in (trains, leaves))
     run = hung(tmp_path / "b", {**done, "within": [0, 1, 2]}, there, {**gone, "last_within": [0, 1, 2]})
     assert "of its group" not in run.verdict.sentence
+
+
+def test_who_lets_go_of_the_handle_of_what_another_waits_for_is_at_fault(tmp_path: Path) -> None:
+    """The second message is lost; with its handle kept, nobody can tell."""
+    took = [(0, "recv", 9, 0), (0, "recv", 9, 0)]
+    waits: dict[str, Any] = {"waits": True, "calls": [], "line": 9, "peer": 0, "exchanged": took}
+    began: dict[str, Any] = {"waits": True, "calls": [("all_reduce", 5)]}
+    sent = [(0, "isend", 8, 1), (0, "isend", 8, 1)]
+    run = hung(tmp_path / "a", {**began, "exchanged": sent, "freed": [1]}, waits)
+    assert run.culprit == 0, run
+    assert "let go of the handle of isend with rank 1 (line 8" in run.verdict.sentence
+    assert "handle" not in hung(tmp_path / "b", {**began, "exchanged": sent, "freed": [0]}, waits).verdict.sentence
+    # The first of two has come, and the other was never sent.
+    assert "handle" not in hung(tmp_path / "c", {**began, "exchanged": sent[:1], "freed": [0]}, waits).verdict.sentence
+    # It may wait for what it sent itself as well.
+    swaps = [(0, "irecv", 9, 0), (0, "isend", 9, 0)]
+    both = {**waits, "exchanged": swaps}
+    answered = {**began, "exchanged": [(0, "isend", 8, 1), (0, "irecv", 8, 1)], "freed": [0, 1]}
+    assert "handle" not in hung(tmp_path / "d", answered, both).verdict.sentence
 
 
 @pytest.mark.parametrize(

@@ -71,13 +71,15 @@ def begin_exchange(op: str, asked: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def end_exchange(record: dict[str, Any] | None, given: Any, outer: int | None) -> None:
     """Count it, and be again in the one around it, with rank `outer`. Of one that goes on by itself, keep the other rank for as
-    long as the program keeps `given`, its handle; a receive of whichever rank sends gives that rank."""
+    long as the program keeps `given`, its handle, and note when that is gone; a receive of whichever rank sends gives it."""
     global _count, under_way_with
     if record and record["peer"] is None and isinstance(given, int):
         record["peer"] = given
     with contextlib.suppress(TypeError):
         if under_way_with is not None and hasattr(given, "is_completed"):
             _requests[given] = under_way_with
+            if record:
+                weakref.finalize(given, record.update, freed=True).atexit = False
     _count, under_way_with = _count + 1, outer
 
 
