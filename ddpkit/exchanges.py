@@ -36,8 +36,12 @@ def lost_with_its_handle(waiting: Mapping[int, Standing]) -> Odd | None:
     found: dict[int, Collective] = {}
     for number, waiter in waiting.items():
         for peer in (p for p in peers(waiter) if waiter.pairwise and p in waiting):
-            open_one = _under_way_with(peer, waiter)
-            if open_one is None or any(c.backend == "nccl" for c in waiter.rank.collectives):
+            open_one = _under_way(waiter)
+            if (
+                open_one is None
+                or open_one.ranks != (peer,)
+                or any(c.backend == "nccl" for c in waiter.rank.collectives)
+            ):
                 continue
             op, its_op = ("send", "recv") if "send" in open_one.op else ("recv", "send")
             begun = [c for c in waiter.rank.exchanged_with(peer, op) if c.tag == open_one.tag]
@@ -51,13 +55,13 @@ def lost_with_its_handle(waiting: Mapping[int, Standing]) -> Odd | None:
     return (peer,), how
 
 
-def _under_way_with(peer: int, waiter: Standing) -> Collective | None:
-    """The send or receive with that rank in which this one waits; None where it may be another one."""
-    made = waiter.rank.exchanged_with(peer)
-    if made and made[-1] is waiter.rank.calls[-1] and made[-1].op in ("send", "recv"):
+def _under_way(waiter: Standing) -> Collective | None:
+    """The send or receive in which this rank waits; None where it may be one of several kinds, or with one of several ranks."""
+    made = waiter.rank.calls
+    if made and made[-1].op in ("send", "recv"):
         return made[-1]
-    kept = [c for c in made if c.op.startswith("i") and not c.freed]
-    return kept[-1] if len({c.op for c in kept}) == 1 else None
+    kept = [c for c in made if c.is_exchange and c.op.startswith("i") and not c.freed]
+    return kept[-1] if len({(c.op, c.ranks) for c in kept}) == 1 else None
 
 
 def ends_a_chain(number: int, waiting: Mapping[int, Standing]) -> bool:
