@@ -3753,4 +3753,27 @@ CASES = [
         "unmatched_send_recv",
         says=("it let go of the handle of isend with rank 1", "without a wait"),
     ),
+    hang(
+        "a callback that one rank alone has gathers at the end of an epoch",
+        """
+        class Pace:
+            def on_epoch_end(self):
+                print("epoch over", flush=True)
+        class Board:
+            def on_epoch_end(self):
+                parts = [None] * 3
+                dist.all_gather_object(parts, rank)
+        callbacks = [Pace(), Board()] if rank == 1 else [Pace()]
+        batches = torch.ones(4, 2)
+        for epoch in range(3):
+            for batch in batches:
+                dist.all_reduce(batch)
+            for callback in callbacks:
+                callback.on_epoch_end()
+        """,
+        1,
+        "collective_mismatch",
+        nproc=3,
+        says=("Rank 1 left the common way", "all_gather of [1] Long"),
+    ),
 ]

@@ -85,6 +85,9 @@ for epoch in range(2):
             one()
     mean = (own if epoch else
             agree())
+    for callback in callbacks:
+        callback.on_epoch_end()
+        mean = callback(mean)
 """
 
 
@@ -100,6 +103,8 @@ for epoch in range(2):
         (14, 13, [False]),
         (17, 16, [False]),
         (19, 18, [False]),
+        (21, 20, [False, False]),
+        (22, 0, [True, True]),
     ],
 )
 def test_whether_every_turn_of_a_loop_comes_to_a_line(tmp_path: Path, line: int, by: int, always: list[bool]) -> None:

@@ -90,7 +90,8 @@ def _source(file: str) -> str:
 
 @cache
 def _choices(source: str) -> tuple[tuple[int, range], ...]:
-    """The line of each `if`, `match`, `try`, `except`, `and`, `or` and `continue`, with the lines that depend on it."""
+    """The line of each `if`, `match`, `try`, `except`, `and`, `or` and `continue`, and of each loop that calls what it goes
+    through, with the lines that depend on it."""
     found: list[tuple[int, range]] = []
     for node in ast.walk(_parsed(source)):
         chosen: list[ast.stmt | ast.expr] = []
@@ -105,6 +106,8 @@ def _choices(source: str) -> tuple[tuple[int, range], ...]:
             chosen = _calls(node.values[1:])
         elif isinstance(node, ast.IfExp):
             chosen = _calls([node.body, node.orelse])
+        elif isinstance(node, ast.For):
+            chosen = _told_in_turn(node)
         line = node.pattern.lineno if isinstance(node, ast.match_case) else getattr(node, "lineno", 0)
         found += [(line, _lines(child)) for child in chosen]
         if isinstance(node, ast.For | ast.While):
@@ -115,6 +118,14 @@ def _choices(source: str) -> tuple[tuple[int, range], ...]:
 
 def _calls(nodes: Iterable[ast.expr]) -> list[ast.stmt | ast.expr]:
     return [call for node in nodes for call in ast.walk(node) if isinstance(call, ast.Call)]
+
+
+def _told_in_turn(loop: ast.For) -> list[ast.stmt | ast.expr]:
+    """The statements that call what a loop goes through, as `callback.on_epoch_end(self)`: each rank may have others. Where
+    something comes of the call, as of each layer's, the ranks have the same ones."""
+    turning = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    told = [n.value for n in ast.walk(loop) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+    return [call for call in told if turning & {n.id for n in ast.walk(call.func) if isinstance(n, ast.Name)}]
 
 
 def _lines(node: ast.stmt | ast.expr) -> range:
