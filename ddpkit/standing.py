@@ -327,8 +327,12 @@ def missing_in(waiter: Standing, at: Mapping[int, Standing], at_ns: int | None) 
 
 def peers(waiter: Standing) -> tuple[int, ...]:
     """The ranks that a wait for a send or receive may be for."""
-    look = waiter.rank.look
-    return waiter.rank.requested if look is None or look.peer is None else (look.peer,)
+    look, asked, calls = waiter.rank.look, waiter.rank.requested, waiter.rank.calls
+    if look and look.peer is not None:
+        return (look.peer,)
+    # Beside one that blocks at this line, others go on by themselves.
+    blocks = calls and calls[-1].op in ("send", "recv") and same_line(calls[-1].where, waiter.place)
+    return calls[-1].ranks if blocks and {*calls[-1].ranks} <= {*asked} and calls[-1].ranks else asked
 
 
 def _last_joined(standing: Standing, wanted: Collective, at_ns: int | None) -> int:

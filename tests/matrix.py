@@ -3776,4 +3776,21 @@ CASES = [
         nproc=3,
         says=("Rank 1 left the common way", "all_gather of [1] Long"),
     ),
+    case(
+        "a rank of a ring has nothing to send in one step, until the others give up",
+        """
+        for turn in range(5):
+            sending = None if (rank, turn) == (2, 3) else dist.isend(torch.ones(2), (rank + 1) % 4)
+            dist.recv(torch.zeros(2), (rank - 1) % 4)
+            if sending is not None:
+                sending.wait()
+            dist.all_reduce(torch.ones(1))
+        """,
+        2,
+        "unmatched_send_recv",
+        init=IMPATIENT,
+        nproc=4,
+        since_2_13=True,
+        says=("Rank 2 left the common way",),
+    ),
 ]
