@@ -88,6 +88,8 @@ for epoch in range(2):
     for callback in callbacks:
         callback.on_epoch_end()
         mean = callback(mean)
+        net(callback).sum().backward()
+        getattr(callback, "on_end")()
 """
 
 
@@ -105,6 +107,8 @@ for epoch in range(2):
         (19, 18, [False]),
         (21, 20, [False, False]),
         (22, 0, [True, True]),
+        (23, 0, [True, True]),
+        (24, 20, [False, False]),
     ],
 )
 def test_whether_every_turn_of_a_loop_comes_to_a_line(tmp_path: Path, line: int, by: int, always: list[bool]) -> None:

@@ -125,7 +125,16 @@ def _told_in_turn(loop: ast.For) -> list[ast.stmt | ast.expr]:
     something comes of the call, as of each layer's, the ranks have the same ones."""
     turning = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
     told = [n.value for n in ast.walk(loop) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
-    return [call for call in told if turning & {n.id for n in ast.walk(call.func) if isinstance(n, ast.Name)}]
+    return [call for call in told if _called(call.func) in turning]
+
+
+def _called(func: ast.expr) -> str:
+    """The name of what is called or asked: `callback` in `callback.on_end()` and in `getattr(callback, event)()`."""
+    if isinstance(func, ast.Call) and ast.unparse(func.func) == "getattr":
+        func = func.args[0]
+    while isinstance(func, ast.Attribute):
+        func = func.value
+    return func.id if isinstance(func, ast.Name) else ""
 
 
 def _lines(node: ast.stmt | ast.expr) -> range:
