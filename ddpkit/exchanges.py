@@ -35,17 +35,13 @@ def lost_with_its_handle(waiting: Mapping[int, Standing]) -> Odd | None:
     is not over."""
     found: dict[int, Collective] = {}
     for number, waiter in waiting.items():
-        for peer in (p for p in peers(waiter) if waiter.pairwise and p in waiting):
-            open_one = _under_way(waiter)
-            if (
-                open_one is None
-                or open_one.ranks != (peer,)
-                or any(c.backend == "nccl" for c in waiter.rank.collectives)
-            ):
-                continue
-            op, its_op = ("send", "recv") if "send" in open_one.op else ("recv", "send")
-            begun = [c for c in waiter.rank.exchanged_with(peer, op) if c.tag == open_one.tag]
-            its = [c for c in waiting[peer].rank.exchanged_with(number, its_op) if c.tag == open_one.tag]
+        awaited = _under_way(waiter)
+        if awaited is None or any(c.backend == "nccl" for c in waiter.rank.collectives):
+            continue
+        for peer in (p for p in peers(waiter) if awaited.ranks == (p,) and p in waiting):
+            op, its_op = ("send", "recv") if "send" in awaited.op else ("recv", "send")
+            begun = [c for c in waiter.rank.exchanged_with(peer, op) if c.tag == awaited.tag]
+            its = [c for c in waiting[peer].rank.exchanged_with(number, its_op) if c.tag == awaited.tag]
             if len(its) >= len(begun) and its[len(begun) - 1].freed:
                 found[peer] = its[len(begun) - 1]
     if len(found) != 1:
@@ -56,8 +52,8 @@ def lost_with_its_handle(waiting: Mapping[int, Standing]) -> Odd | None:
 
 
 def _under_way(waiter: Standing) -> Collective | None:
-    """The send or receive in which this rank waits; None where it may be one of several kinds, or with one of several ranks."""
-    made = waiter.rank.calls
+    """The send or receive in which this rank waits; None where it waits in none, or may in one of several kinds or ranks."""
+    made = waiter.rank.calls if waiter.pairwise else ()
     if made and made[-1].op in ("send", "recv"):
         return made[-1]
     kept = [c for c in made if c.is_exchange and c.op.startswith("i") and not c.freed]

@@ -121,8 +121,8 @@ def _calls(nodes: Iterable[ast.expr]) -> list[ast.stmt | ast.expr]:
 
 
 def _told_in_turn(loop: ast.For) -> list[ast.stmt | ast.expr]:
-    """The statements that call what a loop goes through, as `callback.on_epoch_end(self)`: each rank may have others. Where
-    something comes of the call, as of each layer's, the ranks have the same ones."""
+    """The calls, statements of their own, of what a loop goes through, as `callback.on_epoch_end(self)`: each rank may have
+    others. Where something comes of the call, as of each layer's, the ranks have the same ones."""
     turning = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
     told = [n.value for n in ast.walk(loop) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
     return [call for call in told if _called(call.func) in turning]
