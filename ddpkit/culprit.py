@@ -41,7 +41,7 @@ from .late import (
 )
 from .mismatch import find_parting
 from .records import Rank
-from .standing import STILL_FROM_S, at_line, may_wait, same_line, standing, thread_died_of, unmoved_s
+from .standing import STILL_FROM_S, at_line, left_early, may_wait, same_line, standing, thread_died_of, unmoved_s
 from .standstill import find
 
 Culprit = int | tuple[int, ...] | Literal["every rank"] | None
@@ -294,7 +294,7 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
         left = tuple(peers)
     if left:
         who: Culprit = left[0] if len(left) == 1 else left
-        sentence = f"{ranks_said(left)} left early with exit code 0; rank {victim.rank} {met}{where}."
+        sentence = f"{ranks_said(left)} {left_early(ranks[left[0]])}; rank {victim.rank} {met}{where}."
         return who, sentence, "left_early"
     if finding and finding.kind in ("mismatch", "all_waiting", "stale_addresses"):
         return _as_found(finding, ranks)

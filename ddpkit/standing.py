@@ -252,9 +252,13 @@ def is_in(standing: Standing, function: str) -> bool:
 def instead(first: Standing, ranks: Sequence[int]) -> str:
     """What the ranks at fault do instead; the first speaks for all."""
     if first.kind == "left":
-        place = f" at {first.rank.left_at.text}" if first.rank.left_at else ""
-        return f"{'it' if len(ranks) == 1 else 'they'} left early with exit code 0{place}"
+        return f"{'it' if len(ranks) == 1 else 'they'} {left_early(first.rank)}"
     return f"{'it' if len(ranks) == 1 else f'rank {first.rank.rank}'} {first.words}"
+
+
+def left_early(rank: Rank) -> str:
+    """`left early with exit code 0 at line 6: os._exit(0)`, where that line is known."""
+    return f"left early with exit code 0{f' at {rank.left_at.text}' if rank.left_at else ''}"
 
 
 def each(at: Mapping[int, Standing]) -> str:
