@@ -238,15 +238,21 @@ def _that_they_have_gone_past(
 
 def _left_its_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing]) -> Odd | None:
     """The one rank of a group that went on to a collective of all, in which the ranks of no such group are, while all others
-    of it, two or more, wait for it in one of the group."""
-    of_all = {n for n, s in waiting.items() if s.collective and set(s.collective.ranks) == set(at)}
+    of it, two or more, wait for it in one of the group. One other is enough in the first that the group ever has, if it never
+    made the call that the rank went on to."""
+    of_all = {n: s.collective for n, s in waiting.items() if s.collective and set(s.collective.ranks) == set(at)}
     for joined in (s.collective for s in waiting.values() if s.collective and not s.collective.is_exchange):
         came = {n for n, s in at.items() if any(c.key == joined.key for c in s.rank.collectives)}
         left = set(joined.ranks) - came
-        if len(left) == 1 < len(came) and set(at) - came == of_all >= left:
-            number = left.pop()
+        if len(left) != 1 or not left <= {*of_all}:
+            continue
+        number = left.pop()
+        made = {c.call for n in came for c in at[n].rank.collectives}
+        never_met = joined.seq == 1 and len(of_all) > 1 and of_all[number].call not in made
+        follow = {n for n, s in waiting.items() if came & {*missing_in(s, at, None)}}
+        if (len(came) > 1 and set(at) - came == {*of_all}) or (never_met and set(at) == came | follow):
             on = f"it went on to {whom_it_waits_for(waiting[number])}"
-            return (number,), f"{on}, and the others of its group still wait in {joined.name}{joined.from_line}"
+            return (number,), f"{on}, and the rest of its group still waits in {joined.name}{joined.from_line}"
     return None
 
 

@@ -3793,4 +3793,22 @@ CASES = [
         since_2_13=True,
         says=("Rank 2 left the common way",),
     ),
+    hang(
+        "the second leader of a pair does not know that it is one",
+        """
+        pair = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
+        leaders = dist.new_group([0, 2])
+        for turn in range(3):
+            mean = torch.ones(4)
+            dist.reduce(mean, rank // 2 * 2, group=pair)
+            if rank == 0:
+                dist.all_reduce(mean, group=leaders)
+            dist.broadcast(mean, rank // 2 * 2, group=pair)
+        dist.barrier()
+        """,
+        2,
+        "skipped_collective",
+        nproc=4,
+        says=("Rank 2 never joined all_reduce #1", "the rest of its group still waits"),
+    ),
 ]

@@ -784,11 +784,26 @@ def test_who_leaves_its_group_for_a_collective_of_all_is_at_fault(tmp_path: Path
     leaves = {**trains, "calls": [own, own, ("all_gather", 20)], "last_within": [0, 1, 2, 3]}
     run = hung(tmp_path / "a", done, trains, trains, leaves)
     assert run.culprit == 3, run
-    assert "the others of its group still wait in all_reduce #3" in run.verdict.sentence
+    assert "the rest of its group still waits in all_reduce #3" in run.verdict.sentence
     # Of a group of two, either may be the one: that it left the group does not tell.
     there, gone = ({**rank, "within": [1, 2]} for rank in (trains, leaves))
     run = hung(tmp_path / "b", {**done, "within": [0, 1, 2]}, there, {**gone, "last_within": [0, 1, 2]})
     assert "of its group" not in run.verdict.sentence
+
+
+def test_who_goes_past_the_first_collective_of_its_group_is_at_fault(tmp_path: Path) -> None:
+    """Ranks 0 and 2 lead a pair each, and rank 2 does not know: it has never met rank 0, for whom rank 1 waits."""
+    leader: dict[str, Any] = {"waits": True, "calls": [("reduce", 11), ("all_reduce", 12)], "last_within": [0, 2]}
+    leader |= {"within": [0, 1], "groups": [[0, 1, 2, 3], [0, 1], [0, 2]]}
+    behind: dict[str, Any] = {"waits": True, "calls": [("reduce", 11), ("broadcast", 13)], "within": [0, 1]}
+    ends: dict[str, Any] = {"waits": True, "calls": [*behind["calls"], ("barrier", 20)], "within": [2, 3]}
+    ends |= {"last_within": [0, 1, 2, 3]}
+    leads = {**ends, "groups": [[0, 1, 2, 3], [2, 3], [0, 2]]}
+    run = hung(tmp_path / "a", leader, behind, leads, ends)
+    assert (run.culprit, run.verdict.kind) == (2, "never_joined"), run
+    # Where rank 0 had come to that line before, it may be the one that left.
+    early = {**leader, "calls": [("barrier", 20), *leader["calls"]]}
+    assert "of its group" not in hung(tmp_path / "b", early, behind, leads, ends).verdict.sentence
 
 
 def test_who_lets_go_of_the_handle_of_what_another_waits_for_is_at_fault(tmp_path: Path) -> None:
