@@ -248,7 +248,8 @@ def _left_its_group(waiting: Mapping[int, Standing], at: Mapping[int, Standing])
             continue
         number = left.pop()
         made = {c.call for n in came for c in at[n].rank.collectives}
-        never_met = joined.seq == 1 and len(of_all) > 1 and of_all[number].call not in made
+        of_some = set(joined.ranks) < set(at) and len(of_all) > 1
+        never_met = joined.seq == 1 and of_some and of_all[number].call not in made
         follow = {n for n, s in waiting.items() if came & {*missing_in(s, at, None)}}
         if (len(came) > 1 and set(at) - came == {*of_all}) or (never_met and set(at) == came | follow):
             on = f"it went on to {whom_it_waits_for(waiting[number])}"

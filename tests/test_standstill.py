@@ -804,6 +804,10 @@ def test_who_goes_past_the_first_collective_of_its_group_is_at_fault(tmp_path: P
     # Where rank 0 had come to that line before, it may be the one that left.
     early = {**leader, "calls": [("barrier", 20), *leader["calls"]]}
     assert "of its group" not in hung(tmp_path / "b", early, behind, leads, ends).verdict.sentence
+    # A second group of all ranks is none that one of them may not know of.
+    metric: dict[str, Any] = {"waits": True, "calls": [("all_reduce", 8)], "within": [0, 1], "groups": [[0, 1]]}
+    trains: dict[str, Any] = {"waits": True, "calls": [("all_reduce", 9)], "within": [0, 1], "groups": [[0, 1]]}
+    assert hung(tmp_path / "c", {**metric, "last_within": [1, 0]}, trains).culprit is None
 
 
 def test_who_lets_go_of_the_handle_of_what_another_waits_for_is_at_fault(tmp_path: Path) -> None:
