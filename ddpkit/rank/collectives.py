@@ -143,8 +143,8 @@ def recorded(with_entries: bool) -> dict[str, Any]:
         found["keyed"] = [{**one, "where": _place([line])} for one, line in keys.called()]
         found["set_beside"] = [{**one, "where": _place([line])} for one, line in keys.set_beside()]
         found["awaited"], found["handling"] = keys.awaited(), failure.handled_by_main()
-        call_of = peers.calls()
-        found["entries"] = [_entry(entry, i >= without_place, call_of) for i, entry in enumerate(entries)]
+        calls_of = peers.calls()
+        found["entries"] = [_entry(entry, i >= without_place, calls_of) for i, entry in enumerate(entries)]
     return found
 
 
@@ -162,10 +162,12 @@ def _no_inductor() -> Iterator[None]:
             del torch.__dict__["_inductor"]
 
 
-def _entry(entry: dict[str, Any], placed: bool, call_of: Callable[[str, int], peers.Called | None]) -> dict[str, Any]:
+def _entry(entry: dict[str, Any], placed: bool, calls_of: Callable[[str, int], list[peers.Called]]) -> dict[str, Any]:
     group, description = entry["process_group"]
     backend, _, op = entry["profiling_name"].rpartition(":")
-    call = call_of(op, entry["time_created_ns"])
+    calls = calls_of(op, entry["time_created_ns"])
+    call = calls[0] if calls else None
+    came_back = backend == "gloo" and call is not None and all(one.waited for one in calls)
     return {
         "seq": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
         "op": op,
@@ -184,8 +186,9 @@ def _entry(entry: dict[str, Any], placed: bool, call_of: Callable[[str, int], pe
         "sizes": entry["output_sizes" if op == "scatter" else "input_sizes"],
         "dtypes": entry["output_dtypes" if op == "scatter" else "input_dtypes"],
         "at_ns": entry["time_created_ns"],
-        # gloo's entries never leave the state "scheduled"; NCCL's say "completed" before they are retired.
-        "done": entry["retired"] or entry["state"] == "completed",
+        # gloo's entries never leave the state "scheduled", and are retired a moment after their call has come back; NCCL's say
+        # "completed" before they are retired.
+        "done": entry["retired"] or entry["state"] == "completed" or came_back,
         "where": _place(entry["frames"]) if placed else None,
         **(_under(entry["frames"]) if placed else {}),
     }

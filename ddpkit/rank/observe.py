@@ -147,9 +147,12 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
         given = {**kwargs, **{name: args[place] for place, name in asked if place < len(args)}}
         under_way = peers.begin_call(op, given, raising=in_flight is not None)
         try:
-            return call(*args, **kwargs)
-        finally:
-            under_way.end()
+            returned = call(*args, **kwargs)
+        except BaseException as error:
+            under_way.end(error)
+            raise
+        under_way.end()
+        return returned
 
     return noted
 

@@ -19,7 +19,7 @@ from .brought import OF_OBJECTS, number_of
 
 MOST = 2000
 # The arguments of a collective that are looked at.
-ASKED = ("dst", "src", "tensor", "input_tensor", "op", "obj", "object_list")
+ASKED = ("dst", "src", "tensor", "input_tensor", "op", "obj", "object_list", "async_op")
 
 _count = 0
 # The last sends and receives that began, and the user's line of each.
@@ -33,7 +33,8 @@ _requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 class Called:
     """A call of a collective from or to rank `root`, or of a single number of this rank's, `brings`; `reduces` is what is made of
     all numbers ("SUM", "MAX", ...; "" where they are only passed on, "object" where objects are); `raising`: an exception was
-    on its way. When it began and was over, 0 while it is not."""
+    on its way; `async_op`: it does not wait for its end. When it began and was over, 0 while it is not; `waited`: until the
+    collective had ended or failed (of NCCL's, only its stream waits)."""
 
     began_ns: int
     op: str
@@ -41,10 +42,14 @@ class Called:
     brings: float | None
     reduces: str
     raising: bool
+    async_op: bool
     over_ns: int = 0
+    waited: bool = False
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None = None) -> None:
+        """It has come back, or by `error`: one of the collective itself, or what broke off the wait, as an alarm does."""
         self.over_ns = time.time_ns()
+        self.waited = not self.async_op and (error is None or isinstance(error, RuntimeError))
 
 
 _called: deque[Called] = deque(maxlen=MOST)
@@ -105,23 +110,24 @@ def begin_call(op: str, asked: Mapping[str, Any], raising: bool) -> Called:
     """A call of a collective begins, `raising` while an exception is on its way; `asked` are those of its arguments that are
     named in `ASKED`. To be ended by its `end()`."""
     reduces = getattr(asked.get("op"), "name", "SUM") if op == "all_reduce" else "object" if op in OF_OBJECTS else ""
-    call = Called(time.time_ns(), op, _other_rank(asked), number_of(op, asked), reduces, raising)
+    waits_not = bool(asked.get("async_op"))
+    call = Called(time.time_ns(), op, _other_rank(asked), number_of(op, asked), reduces, raising, waits_not)
     _called.append(call)
     return call
 
 
-def calls() -> Callable[[str, int], Called | None]:
-    """A function that tells the call during which a collective came, by its name and when the recorder dates it. What torch
-    itself calls in C++, as DDP does, came during none."""
+def calls() -> Callable[[str, int], list[Called]]:
+    """A function that tells the calls during which a collective came, the outermost first, by its name and when the recorder
+    dates it. What torch itself calls in C++, as DDP does, came during none; of threads that call at once, each may be the one."""
     kept = list(_called)
 
-    def call_of(op: str, created_ns: int) -> Called | None:
+    def calls_of(op: str, created_ns: int) -> list[Called]:
         until = bisect.bisect(kept, created_ns, key=lambda call: call.began_ns)
         # One of objects is two of tensors, their sizes and they, in calls of its own.
         recent = [call for call in kept[max(until - 3, 0) : until] if created_ns <= (call.over_ns or created_ns)]
-        return next((call for call in recent if call.op in (op, *OF_OBJECTS)), None)
+        return [call for call in recent if call.op in (op, *OF_OBJECTS)]
 
-    return call_of
+    return calls_of
 
 
 def _other_rank(asked: Mapping[str, Any]) -> int | None:

@@ -1,0 +1,54 @@
+"""During which calls a collective came, and which of these had waited for its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ddpkit.rank import peers
+
+
+@pytest.fixture(autouse=True)
+def no_calls_before() -> Iterator[None]:
+    peers._called.clear()
+    yield
+    peers._called.clear()
+
+
+@pytest.mark.parametrize(
+    ("error", "asked", "waited"),
+    [
+        (None, {}, True),
+        (RuntimeError("Connection closed by peer"), {}, True),
+        (TimeoutError("an alarm of the program's own"), {}, False),
+        (KeyboardInterrupt(), {}, False),
+        (None, {"async_op": True}, False),
+    ],
+    ids=["it ended", "it failed", "an alarm broke it off", "a signal broke it off", "nobody waits"],
+)
+def test_a_call_has_waited_until_its_collective_ended_or_failed(
+    error: BaseException | None, asked: dict[str, object], waited: bool
+) -> None:
+    call = peers.begin_call("all_reduce", asked, raising=False)
+    assert not call.waited
+    call.end(error)
+    assert call.waited == waited
+
+
+def test_a_collective_came_during_each_call_that_was_not_over_by_then() -> None:
+    """Of two threads that call at once, either may be the one."""
+    over, main, beside = (peers.begin_call("all_reduce", {}, raising=False) for _ in range(3))
+    over.end()
+    created_ns = time.time_ns() + 1
+    main.end()
+    main.over_ns = created_ns + 1
+    assert peers.calls()("all_reduce", created_ns) == [main, beside]
+    assert peers.calls()("broadcast", created_ns) == []
+
+
+def test_one_of_objects_is_the_outermost_of_its_calls() -> None:
+    objects = peers.begin_call("all_gather_object", {}, raising=False)
+    inner = peers.begin_call("all_gather", {}, raising=False)
+    assert peers.calls()("all_gather", time.time_ns() + 1) == [objects, inner]
