@@ -265,6 +265,8 @@ def _spoke_within(by_time: Sequence[Rank], until_ns: int) -> Rank | None:
 
 def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[int, Class]) -> Found:
     """Only consequences were recorded: what was found when the first of them was hurt says whom it waited for."""
+    # A rank that never started is not among them.
+    of = {r.rank: r for r in ranks}
     # Who gives up closes its connections, and tells of it a moment later: another rank may have told of their loss by then.
     hurt_at = {r.rank: gave_up_at(r) if classes[r.rank] == "gave_up" else failed_at(r) for r in hurt}
     victim = min(hurt, key=lambda r: hurt_at[r.rank])
@@ -278,7 +280,7 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
     raised = {rank.rank: earlier for rank in hurt if (earlier := own_before(rank))}
     if len(raised) == 1 and (not finding or finding.ranks in ((), tuple(raised))):
         number, earlier = raised.popitem()
-        last = ranks[number].failure
+        last = of[number].failure
         there = f" ({last.line_text})" if last and last.line_text else ""
         return (
             number,
@@ -294,7 +296,7 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], classes: Mapping[in
         left = tuple(peers)
     if left:
         who: Culprit = left[0] if len(left) == 1 else left
-        sentence = f"{ranks_said(left)} {left_early(ranks[left[0]])}; rank {victim.rank} {met}{where}."
+        sentence = f"{ranks_said(left)} {left_early(of[left[0]])}; rank {victim.rank} {met}{where}."
         return who, sentence, "left_early"
     if finding and finding.kind in ("mismatch", "all_waiting", "stale_addresses"):
         return _as_found(finding, ranks)

@@ -49,20 +49,24 @@ def recorded_run(folder: Path, message: str = "boom", source: str = "x()") -> Ru
     return Run.from_folder(folder)
 
 
-def test_an_early_exit_is_told_with_its_line_wherever_the_peer_was_lost(tmp_path: Path) -> None:
-    """Rank 0 was still in `init_process_group`, which rank 1 had come through."""
-    write_run(tmp_path)
-    write_rank(tmp_path, 0, {"type": "RuntimeError", "message": PEER_LOST.format(port=1), "source": "dist.init()"})
-    write_rank(tmp_path, 1, exitcode=0, at_ns=2 * 10**9)
-    for own in (wire.rank_folder(tmp_path, 0, rank) for rank in (0, 1)):
+@pytest.mark.parametrize("first", [0, 1], ids=["all started", "rank 0 never started"])
+def test_an_early_exit_is_told_with_its_line_wherever_the_peer_was_lost(first: int, tmp_path: Path) -> None:
+    """One rank was still in `init_process_group`, which the other had come through."""
+    write_run(tmp_path, nproc=2 + first)
+    lost = {"type": "RuntimeError", "message": PEER_LOST.format(port=1), "source": "dist.init()"}
+    write_rank(tmp_path, first, lost)
+    write_rank(tmp_path, first + 1, exitcode=0, at_ns=2 * 10**9)
+    waited, left = (wire.rank_folder(tmp_path, 0, rank) for rank in (first, first + 1))
+    for own in (waited, left):
         wire.write_record(own / wire.JOINING, {"at_ns": 1, "rank": -1, "master": "h:1", "world_size": 2})
-    came_through = {"at_ns": 1, "enqueued": {}, "completed": {}, "entries": [], "groups": [[0, 1]]}
-    wire.write_record(wire.rank_folder(tmp_path, 0, 1) / wire.COLLECTIVES, came_through)
+    came_through = {"at_ns": 1, "enqueued": {}, "completed": {}, "entries": [], "groups": [[first, first + 1]]}
+    wire.write_record(left / wire.COLLECTIVES, came_through)
     left_at = {"file": "t.py", "line": 6, "function": "f", "source": "os._exit(0)", "own": True}
-    wire.write_record(wire.rank_folder(tmp_path, 0, 1) / wire.FINISHED, {"at_ns": 1, "left_at": left_at})
+    wire.write_record(left / wire.FINISHED, {"at_ns": 1, "left_at": left_at})
     verdict = Run.from_folder(tmp_path).verdict
-    told = "Rank 1 left early with exit code 0 at line 6: os._exit(0); rank 0 lost its peer at line 3: dist.init()."
-    assert (verdict.culprit, verdict.sentence) == (1, told)
+    there = f"rank {first} lost its peer at line 3: dist.init()"
+    told = f"Rank {first + 1} left early with exit code 0 at line 6: os._exit(0); {there}."
+    assert (verdict.culprit, verdict.sentence) == (first + 1, told)
 
 
 def test_the_victims_earlier_stamp_does_not_make_it_the_culprit(tmp_path: Path) -> None:
