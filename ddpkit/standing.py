@@ -336,7 +336,8 @@ def peers(waiter: Standing) -> tuple[int, ...]:
         return (look.peer,)
     # Beside one that blocks at this line, others go on by themselves.
     blocks = calls and calls[-1].op in ("send", "recv") and same_line(calls[-1].where, waiter.place)
-    return tuple(rank for rank in calls[-1].ranks if rank in asked) or asked if blocks else asked
+    with_it = tuple(rank for rank in calls[-1].ranks if rank in asked) if blocks else ()
+    return with_it or asked
 
 
 def _last_joined(standing: Standing, wanted: Collective, at_ns: int | None) -> int:

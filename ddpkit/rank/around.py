@@ -130,7 +130,7 @@ def _told_in_turn(loop: ast.For) -> list[ast.stmt | ast.expr]:
 
 def _called(func: ast.expr) -> str:
     """The name of what is called or asked: `callback` in `callback.on_end()` and in `getattr(callback, event)()`."""
-    if isinstance(func, ast.Call) and ast.unparse(func.func) == "getattr":
+    if isinstance(func, ast.Call) and func.args and ast.unparse(func.func) == "getattr":
         func = func.args[0]
     while isinstance(func, ast.Attribute):
         func = func.value

@@ -110,8 +110,8 @@ def begin_call(op: str, asked: Mapping[str, Any], raising: bool) -> Called:
     """A call of a collective begins, `raising` while an exception is on its way; `asked` are those of its arguments that are
     named in `ASKED`. To be ended by its `end()`."""
     reduces = getattr(asked.get("op"), "name", "SUM") if op == "all_reduce" else "object" if op in OF_OBJECTS else ""
-    waits_not = bool(asked.get("async_op"))
-    call = Called(time.time_ns(), op, _other_rank(asked), number_of(op, asked), reduces, raising, waits_not)
+    async_op = bool(asked.get("async_op"))
+    call = Called(time.time_ns(), op, _other_rank(asked), number_of(op, asked), reduces, raising, async_op)
     _called.append(call)
     return call
 
