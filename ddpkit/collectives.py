@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from .frames import Frame
 
 # Whether these may be joined with other sizes by other ranks depends on the rank's role.
 SIZES_MAY_DIFFER = ("gather", "reduce_scatter", "send", "recv", "alltoall", "all_to_all")
+_WATCHDOG = re.compile(
+    r"(?:PG (?:ID|GUID) (?P<group>\d+).*?)?Watchdog caught collective operation timeout: "
+    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,7 +37,7 @@ class Collective:
     where it had too many, or it was not kept; of an "object" 1 or a text's checksum where that tells of anything, else 0),
     `reduces` what is made of the ranks' numbers: "SUM", "MAX" and so on, "" where they are only passed on.
     `raising`: it was called while an exception was on its way, in a `finally` say; `in_thread`: by a thread beside the main one.
-    `path` are the lines of the user's own functions on the way to it, the innermost first.
+    `path` are the lines of the user's own functions on the way to it as `file:line`, the innermost first.
     `over_ns`: when the call was over, for the program at least; 0 where it was not, or that was not kept.
     `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
     """
@@ -62,7 +67,7 @@ class Collective:
     over_ns: int = 0
     tag: int = 0
     freed: bool = False
-    path: tuple[int, ...] = ()
+    path: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"{'done' if self.done else 'waiting'} in {self.name}{self.from_line}"
@@ -114,6 +119,19 @@ class Collective:
             return self.op
         shapes = ", ".join(str(list(size)) for size in self.sizes[:2])
         return f"{self.op} of {shapes} {'/'.join(dict.fromkeys(self.dtypes))}".rstrip()
+
+
+# What ranks joined as one collective: rank to call.
+Together = dict[int, Collective]
+
+
+def given_up_by_watchdog(words: str, where: Frame | None) -> Collective | None:
+    """The collective that NCCL's watchdog gave up by a process's last words; `where` is the line at which it failed."""
+    said = _WATCHDOG.search(words)
+    if said is None:
+        return None
+    op, group = said["op"].lower(), said["group"] or "0"
+    return Collective(int(said["seq"]), op, group, "default_pg" if group == "0" else "", (), (), (), 0, False, where)
 
 
 def read_exchanges(path: Path) -> tuple[Collective, ...]:
@@ -201,3 +219,37 @@ def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
 
 def in_time(history: Sequence[Collective]) -> list[Collective]:
     return sorted(history, key=lambda collective: collective.at_ns)
+
+
+def first_split(calls: Mapping[int, Sequence[Collective]]) -> Together:
+    """The first collective of a group that ranks joined as different ones; empty without.
+
+    Example: rank 0 joined all_reduce #7, rank 1 joined barrier #7.
+    """
+    by_number: dict[tuple[int, str, int], Together] = {}
+    for number, history in calls.items():
+        for call in history:
+            if not call.is_exchange:
+                by_number.setdefault(call.key, {})[number] = call
+    for together in sorted(by_number.values(), key=began):
+        if len(camps(together)) > 1:
+            return together
+    return {}
+
+
+def began(together: Together) -> int:
+    """When the first rank came to a collective."""
+    return min(call.at_ns for call in together.values())
+
+
+def camps(together: Together) -> list[list[int]]:
+    """The ranks that agree with each other on operation, size, type and root; smallest camp first."""
+    found: list[list[int]] = []
+    for number, call in together.items():
+        for camp in found:
+            if together[camp[0]].matches(call):
+                camp.append(number)
+                break
+        else:
+            found.append([number])
+    return sorted(found, key=len)

@@ -11,6 +11,14 @@ from . import wire
 from .frames import Frame, stack_frames
 from .stable import shortened, stable
 
+# How a program leaves by itself, as the record calls it, and as it is written.
+LEAVES = {
+    "SystemExit": "sys.exit",
+    "os._exit": "os._exit",
+    "os.abort": "os.abort",
+    "dump_traceback_later": "faulthandler.dump_traceback_later",
+}
+
 
 @dataclass(frozen=True)
 class Failure:

@@ -22,7 +22,7 @@ _NOT_OWN = (
     "/lib/python",
     "<frozen",
     "<string>",
-    str(Path(__file__).resolve().parent / "rank") + os.sep,
+    f"{os.sep}ddpkit{os.sep}rank{os.sep}",
 )
 
 

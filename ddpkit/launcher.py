@@ -113,8 +113,9 @@ def start(
     env[wire.ENV_BACKEND] = backend
     sink = notebook.sink_for(show)
     folder = new_run_folder(options.name or target.name)
-    command = _torchrun(target.write(folder), options)
-    spec = _spec(target, options, command, env, backend)
+    program, *rest = target.write(folder)
+    command = _torchrun([program, *rest], options)
+    spec = _spec(target, options, command, env, backend) | {"program": "" if program == "-m" else program}
     save_spec(folder, spec)
     env[wire.ENV_RUN] = str(folder)
     job = Job(

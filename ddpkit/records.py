@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from . import wire
-from .collectives import Collective, in_time, read_collectives, read_exchanges, read_keyed, read_keys_set
-from .failures import Failure, read_failure
+from .collectives import (
+    Collective,
+    given_up_by_watchdog,
+    in_time,
+    read_collectives,
+    read_exchanges,
+    read_keyed,
+    read_keys_set,
+)
+from .failures import LEAVES, Failure, read_failure
 from .frames import Frame, stack_frames
 from .stable import shortened, stable
 
@@ -96,6 +104,20 @@ class Rank:
     words: str = ""
     role: str = "unknown"
 
+    @property
+    def plain_words(self) -> str:
+        """What happened to it, without saying whose fault it was."""
+        failure = self.failure
+        if failure and failure.type in LEAVES:
+            return f"left by {LEAVES[failure.type]}, exit code {self.exitcode}"
+        if failure and failure.type != self.signal:
+            return f"raised {failure.type}"
+        if self.signal:
+            return f"ended by {self.signal}" if self.told else f"killed by {self.signal}"
+        if self.exitcode is None:
+            return "how it ended is not recorded"
+        return "passed" if self.exitcode == 0 else f"exited with code {self.exitcode}"
+
     def __repr__(self) -> str:
         line = f", {self.failure.line_text}" if self.failure and self.failure.line_text else ""
         return f"rank {self.rank}: {self.words}{line}"
@@ -111,6 +133,12 @@ class Rank:
         return self._log("stderr")
 
     @property
+    def thread_died_of(self) -> str:
+        """What Python said on stderr of the first thread that ended by an exception; "" if none did."""
+        _, died, said = self.stderr.partition("Exception in thread ")
+        return died and next((line for line in said.splitlines()[2:] if line[:1].strip()), "")
+
+    @property
     def log(self) -> str:
         """What the rank logged, where its script called `ddpkit.rank.log_to`; "" where it did not."""
         return wire.read_text(self.folder / wire.LOG)
@@ -124,6 +152,12 @@ class Rank:
     def stack_frames(self) -> list[Frame]:
         """The frames of the rank's main thread in `stack`, innermost first, with source lines where they are known."""
         return stack_frames(self.stack, sources(self.folder.parents[2]))
+
+    @property
+    def own_frames(self) -> list[Frame]:
+        """The user's own lines that it is in, or failed in, the outermost first."""
+        frames = self.failure.frames if self.failure else reversed(self.stack_frames)
+        return [frame for frame in frames if frame.own]
 
     @property
     def at(self) -> Frame | None:
@@ -154,6 +188,11 @@ class Rank:
         """The address of the last store over TCP that its program made, or looked for; "" where it made none itself."""
         return str((wire.read_record(self.folder / wire.STORE) or {}).get("address", ""))
 
+    @cached_property
+    def came_up(self) -> bool:
+        """Whether its process group came up; from then on it can be asked for its collectives."""
+        return bool(self.collectives) or self.joining is None or (self.folder / wire.ASK).exists()
+
     @property
     def _collectives_path(self) -> Path:
         """Where its collectives are as it was asked for them, or as it wrote them down itself as it failed or came to its end."""
@@ -174,6 +213,20 @@ class Rank:
     def exchanged_with(self, peer: int, op: str = "") -> list[Collective]:
         """The sends and receives of this rank with that one, in turn; with "send" or "recv" as `op`, those alone."""
         return [c for c in self.calls if c.is_exchange and op in c.op and c.ranks == (peer,)]
+
+    def joined(self, call: Collective) -> Collective | None:
+        """This rank's own part in a collective of all its group; None if it never joined that one."""
+        for own in self.collectives:
+            if own.key == call.key:
+                return own
+        return None
+
+    def goes_back_to(self, call: Collective) -> bool:
+        """Whether its record reaches back to a collective; only the last 2000 are kept."""
+        for own in self.collectives:
+            if (own.group, own.setup) == (call.group, call.setup):
+                return own.seq <= call.seq
+        return True
 
     @cached_property
     def requested(self) -> tuple[int, ...]:
@@ -240,6 +293,18 @@ class Rank:
         """The collective that this rank waits in or, where it waits in none, the last that it joined."""
         waiting = [c for c in self.collectives if not c.done]
         return waiting[0] if waiting else self.collectives[-1] if self.collectives else None
+
+    @cached_property
+    def given_up(self) -> Collective | None:
+        """The collective in which this rank failed, which counts as done by then.
+
+        Of one that NCCL's watchdog gave up, only the process's last words tell.
+        """
+        failed = self.failure.where if self.failure else None
+        last = self.collectives[-1] if self.collectives else None
+        if last and last.where and failed and (last.where.file, last.where.line) == (failed.file, failed.line):
+            return last
+        return given_up_by_watchdog(self.stderr[-20_000:], failed)
 
     @cached_property
     def reports(self) -> tuple[dict[str, Any], ...]:
@@ -327,5 +392,8 @@ def log_folder(folder: Path, attempt: int, local_rank: int) -> Path | None:
 
 
 def sources(folder: Path) -> dict[str, str]:
-    """The notebook cells that the job's function came from: file name as tracebacks give it, to text."""
-    return (wire.read_record(folder / wire.CALL_CONTEXT) or {}).get("sources", {})
+    """The texts that the job ran, by file name as tracebacks give it: its script, or the cells that its function came from."""
+    spec = wire.read_record(folder / wire.JOB) or {}
+    script, program = spec.get("script", ""), spec.get("program", "")
+    own = {program: wire.read_text(folder / script)} if script and program else {}
+    return own | (wire.read_record(folder / wire.CALL_CONTEXT) or {}).get("sources", {})

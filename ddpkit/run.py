@@ -231,8 +231,12 @@ class Run:
         skipped = {*wire.PICKLED, wire.BALLAST}
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
             for file in sorted(self.folder.rglob("*")):
+                name = str(Path(self.folder.name) / file.relative_to(self.folder))
                 if file.is_file() and file.name not in skipped:
-                    archive.write(file, Path(self.folder.name) / file.relative_to(self.folder))
+                    archive.write(file, name)
+                elif file.is_fifo():
+                    # That it is there says that the rank's process group came up.
+                    archive.writestr(name, "")
             archive.writestr(f"{self.folder.name}/summary.txt", f"{self}\n")
         return target.resolve()
 

@@ -205,7 +205,7 @@ def _under(frames: list[dict[str, Any]]) -> dict[str, Any]:
         around += [loop._replace(always=surely and loop.always) for loop in loops(*line)]
         surely = surely and not choice(*line) and not may_return_before(*line)
     return {
-        "path": [line for _file, line in own],
+        "path": [f"{file}:{line}" for file, line in own],
         "only_if": next(filter(None, (about_rank(*line) for line in own)), ""),
         "loops": [loop.at for loop in around],
         "every_turn": [loop.at for loop in around if loop.always],
