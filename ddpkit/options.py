@@ -18,8 +18,23 @@ BACKENDS = ("gloo", "nccl")
 EXIT_CODES = {"passed": 0, "stopped": 130, "timed_out": 124, "hung": 124}
 # What `launch` takes, for whoever mistypes one of them.
 LAUNCH_OPTIONS = (
-    "target args kwargs nproc backend env timeout stall stop_on_stall warm wait check show name reveal max_restarts torchrun"
+    "target args kwargs nproc backend env timeout stall stop_on_stall warm wait check show name reveal max_restarts torchrun "
+    "share_gpu"
 ).split()
+
+# NCCL refuses two ranks on one GPU of one host. With an NCCL_HOSTID for each rank (`rank/process_group.py` sets it) it takes
+# them for hosts, and then everything must go over sockets.
+SHARED_GPU = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,7 @@ class Options:
     name: str | None
     reveal: bool
     warm: bool
+    share_gpu: bool = False
 
 
 def checked_options(
@@ -52,6 +68,7 @@ def checked_options(
     reveal: bool = True,
     warm: bool = True,
     name: str | None = None,
+    share_gpu: bool = False,
 ) -> Options:
     """The options as asked for, each checked.
 
@@ -74,6 +91,7 @@ def checked_options(
         name=name,
         reveal=reveal,
         warm=warm,
+        share_gpu=share_gpu,
     )
 
 
@@ -114,20 +132,61 @@ def _seconds(option: str, value: Any) -> float | None:
 
 
 def decided_backend(options: Options, env: Mapping[str, str]) -> str:
-    """NCCL where each rank has a GPU of its own, otherwise gloo; decided before any rank starts."""
+    """NCCL where each rank has a GPU of its own or is to share one, otherwise gloo; decided before any rank starts."""
     asked = options.backend or env.get(wire.ENV_BACKEND)
     if asked is not None and asked not in BACKENDS:
         near = difflib.get_close_matches(asked.lower(), BACKENDS, n=1)
         hint = f'did you mean "{near[0]}"?' if near else "use one of them, or None to have it chosen."
         raise LaunchError(f'launch: backend "{asked}" is not one of {", ".join(BACKENDS)}; {hint}')
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    gpus = len(machine.visible_gpus(visible)) if torch_has_cuda() else 0
+    gpus = _usable_gpus(env)
+    if options.share_gpu:
+        _check_sharing(asked, gpus, env)
+        return "nccl"
     if asked == "nccl" and gpus < options.nproc:
-        said = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-        advice = f'nproc={gpus}, or backend="gloo"' if gpus else 'backend="gloo"'
-        found = f"{gpus} GPUs are visible{said}" if torch_has_cuda() else "this torch was built without CUDA"
+        advice = f'nproc={gpus}, backend="gloo", or share_gpu=True' if gpus else 'backend="gloo"'
+        found = _found(gpus, env)
         raise LaunchError(f'launch: {options.nproc} ranks asked for with backend "nccl", but {found}. Use {advice}.')
     return asked or ("nccl" if gpus >= options.nproc else "gloo")
+
+
+def _check_sharing(asked: str | None, gpus: int, env: Mapping[str, str]) -> None:
+    if asked == "gloo":
+        advice = 'Use backend="nccl", or leave share_gpu out.'
+        raise LaunchError(f'launch: share_gpu=True asked for with backend "gloo", which needs no GPU. {advice}')
+    if not gpus:
+        advice = "Leave it out, and the ranks use gloo on the CPU."
+        raise LaunchError(f"launch: share_gpu=True asked for, but {_found(gpus, env)}. {advice}")
+
+
+def _found(gpus: int, env: Mapping[str, str]) -> str:
+    if not torch_has_cuda():
+        return "this torch was built without CUDA"
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    said = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    return f"{gpus} GPU is visible{said}" if gpus == 1 else f"{gpus} GPUs are visible{said}"
+
+
+def shared_gpus(options: Options, env: Mapping[str, str]) -> int:
+    """How many GPUs the ranks share; 0 where they were not told to, or each has its own."""
+    gpus = _usable_gpus(env) if options.share_gpu else 0
+    return gpus if gpus < options.nproc else 0
+
+
+def sharing_settings(env: Mapping[str, str]) -> dict[str, str]:
+    """What the environment `env` of a job needs whose ranks share GPUs; what the user has set stays."""
+    return {wire.ENV_SHARE_GPU: "1", **{name: value for name, value in SHARED_GPU.items() if name not in env}}
+
+
+def about_sharing(options: Options, shared: int) -> str:
+    """The note that goes with a job that was told to share GPUs; `shared` is how many it does share."""
+    if not shared:
+        return f"share_gpu changed nothing: there is a GPU for each of {options.nproc} ranks."
+    gpus = f"{shared} GPU{'s' if shared > 1 else ''}"
+    return f"{options.nproc} ranks share {gpus} by NCCL over sockets: its errors and timeouts are NCCL's own, its speed is not."
+
+
+def _usable_gpus(env: Mapping[str, str]) -> int:
+    return len(machine.visible_gpus(env.get("CUDA_VISIBLE_DEVICES"))) if torch_has_cuda() else 0
 
 
 def torch_has_cuda() -> bool:

@@ -256,7 +256,7 @@ ALLOWED: dict[str, set[str]] = {
     "rank.commstats": {"rank.buckets"},
     "rank.data": {"rank.agreement", "rank.batches", "rank.loadplan", "rank.process_group", "rank.workers"},
     "rank.deadline": {"rank.failure", "rank.guard", "rank.process_group"},
-    "rank.environment": set(),
+    "rank.environment": {"wire"},
     "rank.evaluation": {"rank.data", "rank.trainer"},
     "rank.example": {"config"},
     "rank.faults": {"rank.data", "rank.trainer"},
