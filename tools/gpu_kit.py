@@ -118,7 +118,7 @@ def blank_spans(code: bytearray, named: dict[str, tuple[int, int]]) -> list[tupl
     spans = [named["__nv_relfatbin"]]
     at, size = named[".nv_fatbin"]
     end = at + size
-    while at < end:
+    while at + 16 <= end:
         magic, _version, header, length = struct.unpack_from("<IHHQ", code, at)
         if magic != 0xBA55ED50:
             at += 8

@@ -76,7 +76,7 @@ def options(step: Step, **more: Any) -> dict[str, Any]:
         "TORCH_FR_DUMP_TEMP_FILE": str(step.folder / "trace_"),
         **WATCHDOG,
     }
-    return step.sharing(env=env, wait=False, **more)
+    return step.sharing(env=env, wait=False, warm=False, **more)
 
 
 def seen(step: Step, run: ddpkit.Run) -> None:

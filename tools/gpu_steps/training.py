@@ -75,7 +75,7 @@ def newest(name: str) -> Path:
 def killed(step: Step) -> None:
     """Rank 1 is killed in step 7; torchrun starts both again, and they go on from the last checkpoint."""
     words = [*SIZES, "--max-steps", "12", "--fault", "kill:1:7", "--checkpoint-dir", str(step.folder / "checkpoints")]
-    run = ddpkit.launch(PROGRAM, words, **step.sharing(max_restarts=1, name="train", wait=False, stall=20))
+    run = ddpkit.launch(PROGRAM, words, **step.sharing(max_restarts=1, name="train", wait=False, warm=False, stall=20))
     watched(run)
     step.bundle(run, "killed")
     first = run.attempts[0] if run.attempts else ()
@@ -107,7 +107,7 @@ def comm(step: Step) -> None:
     program = step.folder / "profiled.py"
     program.write_text(PROFILED, encoding="utf-8")
     run = ddpkit.launch(program, **step.sharing())
-    step.text("comm.txt", run.ranks[0].stdout + run.ranks[0].stderr)
+    step.text("comm.md", f"```\n{run.ranks[0].stdout.rstrip()}\n```\n")
     step.see(f"{run.state}; {told(run.ranks[0].stdout, 'ms')}")
 
 
