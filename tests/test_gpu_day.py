@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import gpu_day  # noqa: E402
 import gpu_kit  # noqa: E402
+import gpu_setup  # noqa: E402
 import take_gpu_day  # noqa: E402
 from gpu_plan import ENVIRONMENTS, FIRST, REST, Step  # noqa: E402
 
@@ -67,19 +69,24 @@ def test_the_day_leaves_recordings_that_can_be_shown(home: Path, monkeypatch: py
         assert not take_gpu_day.as_a_word(own).search(held), f"the recording holds {own}"
 
 
-def asked(home: Path, **more: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"out": str(home), "dry": True, "first": False, "limit_s": 60, **more})
+@pytest.fixture
+def a_day(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], gpu_day.Day]:
+    """A day of so many seconds, whose steps need no torch."""
+    monkeypatch.setattr(gpu_setup, "WAKE", "")
+    asked = {"out": str(home), "dry": True, "first": False}
+    return lambda limit_s: gpu_day.Day(argparse.Namespace(limit_s=limit_s, **asked))
+
+
+ADay = Callable[[float], gpu_day.Day]
 
 
 @pytest.mark.job
-def test_a_step_that_hangs_costs_its_own_limit_and_leaves_nothing(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_hangs_costs_its_own_limit_and_leaves_nothing(home: Path, a_day: ADay) -> None:
     (home / "hangs.py").write_text(HANGS)
     (home / "says.py").write_text("print('here')")
     (home / "breaks.py").write_text("raise OSError('no such device')")
     steps = [Step(name, 1, name, name, (str(home / name), name), 2) for name in ("hangs", "says", "breaks")]
-    day = gpu_day.Day(asked(home))
+    day = a_day(60)
     day.run(tuple(steps))
     states = {row["name"]: row["state"] for row in day.rows}
     assert states == {"hangs": "ended at its limit of 2 s", "says": "done", "breaks": "failed: exit code 1"}
@@ -90,17 +97,17 @@ def test_a_step_that_hangs_costs_its_own_limit_and_leaves_nothing(
     assert "1 of 3 steps done." in day.end() and not day.work.exists()
 
 
-def test_a_step_that_no_longer_fits_is_left_out_aloud(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    day = gpu_day.Day(asked(home, limit_s=1))
+def test_a_step_that_no_longer_fits_is_left_out_aloud(a_day: ADay, capsys: pytest.CaptureFixture[str]) -> None:
+    day = a_day(1)
     day.run((REST[0],))
     assert day.rows[0]["state"] == "not run: no time left"
     assert "versions: not run: no time left" in capsys.readouterr().out
     assert "0 of 1 steps done." in day.end()
 
 
-def test_without_a_healthy_pair_the_steps_of_pairs_are_left_out(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_healthy_pair_the_steps_of_pairs_are_left_out(a_day: ADay) -> None:
     by_name = {step.name: step for step in REST}
-    day = gpu_day.Day(asked(home))
+    day = a_day(60)
     day._go_by(by_name["healthy"], "done", {"exitcode": 0, "settings": {"NCCL_MAX_NCHANNELS": "1"}})
     assert day.settings["sockets"] == {"NCCL_MAX_NCHANNELS": "1"} and not day._why_not(by_name["peer_lost"])
     day._go_by(by_name["healthy"], "failed: exit code 1", {})
