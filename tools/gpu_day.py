@@ -63,8 +63,6 @@ class Day:
     def run(self, plan: tuple[Step, ...]) -> None:
         """Set up, then run one group of steps after the other, those of a group side by side."""
         self.setup = prepare(self.dry)
-        if not self.setup.nccl:
-            self.missing["host"] = "no newer NCCL in the kit"
         self._begin_zip()
         for _, group in groupby(plan, key=lambda step: step.group):
             with ThreadPoolExecutor(ABREAST) as pool:
@@ -84,9 +82,10 @@ class Day:
     def _why_not(self, step: Step) -> str:
         if self.left_s() < LEAST_S:
             return "not run: no time left"
-        if step.name.startswith("host_") and self.dry:
-            return ""
-        return f"not run: {self.missing[step.environment]}" if step.shares and step.environment in self.missing else ""
+        if step.environment == "host" and not self.setup.nccl and not self.dry:
+            return "not run: no newer NCCL in the kit"
+        why = "" if step.tries else self.missing.get(step.environment, "")
+        return f"not run: {why}" if why else ""
 
     def _process(self, step: Step, folder: Path, limit_s: float) -> str:
         """Run the step's own process to its end or its limit: how it ended. Nothing of it stays."""
@@ -117,7 +116,7 @@ class Day:
     def _finish(self, step: Step, folder: Path, state: str, seconds: float) -> None:
         result = read_json(folder / "result.json")
         figures = result.get("figures", {})
-        if step.name in ("healthy", "host_healthy"):
+        if step.tries:
             self._go_by(step, state, figures)
         last = tail(folder / "output.txt") if state.startswith("failed") else ""
         record = {

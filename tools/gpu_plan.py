@@ -19,8 +19,8 @@ ENVIRONMENTS = {
 class Step:
     """A step: `words` are the file in tools/gpu_steps/ and its case; `group` names those that run side by side.
 
-    `environment` is a key of ENVIRONMENTS. `shares`: it needs two NCCL ranks on one GPU, and is left out where a healthy
-    job of that kind did not pass.
+    `environment` is a key of ENVIRONMENTS. `tries`: it finds out whether ranks get through a healthy job there at all; where
+    they do not, the other steps of that environment are left out.
     """
 
     name: str
@@ -32,8 +32,8 @@ class Step:
     environment: str = ""
 
     @property
-    def shares(self) -> bool:
-        return self.environment == "sockets" and self.group != "smoke" and self.name != "healthy"
+    def tries(self) -> bool:
+        return self.name in ("healthy", "host_healthy")
 
 
 def steps(*rows: tuple[str, int, str, str, str, float, str]) -> tuple[Step, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import lzma
 import os
 import subprocess
@@ -10,10 +11,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_kit import KIT, PYTHON, ROOT
+from gpu_kit import KIT, PYTHON
 
 # Kept between two calls, where the machine is.
 SITE = Path(tempfile.gettempdir()) / "gpu-day-site"
+WAKES_WITHIN_S = 60
 WAKE = "import torch, torch.distributed.run, torch._dynamo, torch.nn.parallel"
 
 
@@ -44,7 +46,8 @@ def prepare(dry: bool) -> Setup:
         nccl = unpacked_nccl()
         env |= {"PYTHONPATH": joined(SITE, "PYTHONPATH"), "PATH": joined(SITE / "bin", "PATH")}
         env |= {"JUPYTER_PATH": joined(SITE / "share" / "jupyter", "JUPYTER_PATH"), "GPU_DAY_NCCL": nccl}
-    waking.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        waking.wait(WAKES_WITHIN_S)
     return Setup(str(SITE) if fits else "", env, nccl, commit)
 
 
@@ -73,6 +76,3 @@ def unpacked_nccl() -> str:
 
 def joined(folder: Path, name: str) -> str:
     return os.pathsep.join(filter(None, [str(folder), os.environ.get(name, "")]))
-
-
-__all__ = ["ROOT", "Setup", "prepare"]

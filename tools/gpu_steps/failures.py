@@ -22,7 +22,14 @@ def healthy(step: Step) -> None:
     """Whether two ranks on one GPU work at all, and by which settings; the steps after this one go by it."""
     more: dict[str, str] = {}
     for more in ({}, SPARING):
-        code, text = torchrun(step, 2, str(PROGRAMS / "pair.py"), "healthy", env={**shared(step), **more}, limit_s=35)
+        code, text = torchrun(
+            step,
+            2,
+            str(PROGRAMS / "pair.py"),
+            "healthy",
+            env={**shared(step), **more, "NCCL_DEBUG": "INFO"},
+            limit_s=35,
+        )
         step.log("healthy_two_ranks", text)
         if code == 0:
             break

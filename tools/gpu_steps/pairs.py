@@ -56,6 +56,15 @@ def as_two_hosts(case: str, **env: str) -> Callable[[Step], None]:
     return run
 
 
+def plain_sizes(step: Step) -> None:
+    """Few elements, then many: NCCL sends them in other ways."""
+    said = []
+    for case in ("sizes", "large_sizes"):
+        code, text = job(step, case, f"plain_{case}", shared(step), limit_s=28)
+        said.append(f"{case}: exit code {code}, {told(text, *TELLING, 'the sum is')}")
+    step.see("; ".join(said))
+
+
 def all_defaults(step: Step) -> None:
     """How long it takes where nobody has set the waiting times: torch's watchdog goes on for a minute."""
     unset = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000", "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "1"}
@@ -99,7 +108,7 @@ if __name__ == "__main__":
     main(
         plain_skipped=as_two_hosts("skipped"),
         plain_killed=as_two_hosts("killed"),
-        plain_sizes=as_two_hosts("sizes"),
+        plain_sizes=plain_sizes,
         plain_raises=as_two_hosts("raises"),
         desync_debug=needs_gpu(as_two_hosts("skipped", TORCH_NCCL_DESYNC_DEBUG="1")),
         debug_detail=needs_gpu(as_two_hosts("skipped", TORCH_DISTRIBUTED_DEBUG="DETAIL")),

@@ -18,7 +18,11 @@ PROGRAMS = Path(__file__).with_name("programs")
 TIMEOUT_S, STALL_S = 10, 4
 DRY_TIMEOUT_S, DRY_STALL_S = 3, 1.5
 # How torch's watchdog is set: it writes the flight recorder's dump, and goes on four times this long before it aborts.
-WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1500", "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0"}
+WATCHDOG = {
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1500",
+    "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
+    "NCCL_DEBUG": "WARN",
+}
 NEEDS_GPU = "needs a GPU"
 
 

@@ -65,10 +65,13 @@ def skipped() -> None:
 
 
 def sizes() -> None:
-    """The last rank brings twice as many elements: first few, then many."""
-    twice = 2 if RANK == LAST else 1
-    print(f"4 elements meet 8: the sum is {all_reduce(4 * twice)}", flush=True)
-    print(f"1 million meet 2 million: the sum is {all_reduce((1 << 20) * twice)}", flush=True)
+    """The last rank brings twice as many elements, few of them."""
+    print(f"4 elements meet 8: the sum is {all_reduce(8 if RANK == LAST else 4)}", flush=True)
+
+
+def large_sizes() -> None:
+    """The same with a million."""
+    print(f"1 million meet 2 million: the sum is {all_reduce(1 << (21 if RANK == LAST else 20))}", flush=True)
 
 
 def killed() -> None:
@@ -110,9 +113,11 @@ def main() -> None:
     if limit_s := os.environ.get("TIMEOUT_S"):
         # For what comes from here on: the start was given time.
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=float(limit_s)))
-    {"healthy": healthy, "skipped": skipped, "sizes": sizes, "killed": killed, "raises": raises}[sys.argv[1]]()
+    CASES[sys.argv[1]]()
     dist.destroy_process_group()
 
+
+CASES = {case.__name__: case for case in (healthy, skipped, sizes, large_sizes, killed, raises)}
 
 if __name__ == "__main__":
     main()
