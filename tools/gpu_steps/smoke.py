@@ -25,8 +25,9 @@ def smoke_shared(step: Step) -> None:
 def _smoke(step: Step, *words: str) -> None:
     code, text = ddpkit_command(step, "smoke", *words, env={"COLUMNS": "160"})
     step.text("smoke.txt", text)
-    passed = [line for line in text.splitlines() if "/6] " in line]
-    step.see(f"exit code {code}; {passed[-1].strip() if passed else 'no step was done'}", exitcode=code)
+    lines = text.strip().splitlines()
+    passed = [line for line in lines if "/6] " in line]
+    step.see(f"exit code {code}; {(passed or lines)[-1].strip()}", exitcode=code)
 
 
 def two_by_torchrun(step: Step) -> None:

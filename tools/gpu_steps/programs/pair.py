@@ -1,6 +1,6 @@
 """Plain torch on one GPU without ddpkit: the ranks do what the first argument names, the last of them otherwise than the rest.
 
-`HOST_PER_RANK=1` has NCCL take each rank for a host of its own. Without a GPU the ranks use gloo.
+`HOST_PER_RANK=1` has NCCL take each rank for a host of its own. In the dry run the ranks use gloo.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 LAST = RANKS - 1
-GPU = torch.cuda.is_available()
+GPU = os.environ.get("GPU_DAY_DRY") != "1"
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 
 
