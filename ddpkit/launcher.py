@@ -14,15 +14,7 @@ from typing import Any
 from . import __version__, notebook, wire, zygote
 from .errors import LaunchError
 from .folders import new_run_folder
-from .options import (
-    Options,
-    about_sharing,
-    about_unknown,
-    checked_options,
-    decided_backend,
-    shared_gpus,
-    sharing_settings,
-)
+from .options import Options, Sharing, about_unknown, checked_options, decided_backend, sharing
 from .process import Job, Start
 from .run import Run, save_spec
 from .sink import Sink
@@ -122,8 +114,8 @@ def start(
     env = _environment(target, options)
     backend = decided_backend(options, env)
     env[wire.ENV_BACKEND] = backend
-    shared = shared_gpus(options, env)
-    env |= sharing_settings(env) if shared else {}
+    shared = sharing(options, env)
+    env |= shared.settings
     sink = notebook.sink_for(show)
     folder = new_run_folder(options.name or target.name)
     command = _torchrun(target.write(folder), options)
@@ -230,13 +222,13 @@ def _changed(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _spec(
-    target: Target, options: Options, command: Sequence[str], env: Mapping[str, str], backend: str, shared: int
+    target: Target, options: Options, command: Sequence[str], env: Mapping[str, str], backend: str, shared: Sharing
 ) -> dict[str, Any]:
     changed = _changed(env)
     words = shlex.join(command)
     settings = " ".join(f"{k}={shlex.quote(v)}" for k, v in changed.items())
-    gpus = shared or options.nproc
-    devices = "CPU" if backend == "gloo" else f"{gpus} GPU{'s' * (gpus > 1)}{', shared' if shared else ''}"
+    gpus = shared.gpus or options.nproc
+    devices = "CPU" if backend == "gloo" else f"{gpus} GPU" + "s" * (gpus > 1) + ", shared" * bool(shared.gpus)
     return {
         "name": options.name or target.name,
         "nproc": options.nproc,
@@ -248,7 +240,7 @@ def _spec(
         "env": changed,
         "timeout_s": options.timeout_s,
         "stall_s": options.stall_s,
-        "notes": [*target.notes, *([about_sharing(options, shared)] if options.share_gpu else [])],
+        "notes": [*target.notes, *filter(None, [shared.note])],
         "script": next(iter(target.files), ""),
         "versions": {"python": sys.version.split()[0], "torch": metadata.version("torch"), "ddpkit": __version__},
         "started_ns": time.time_ns(),

@@ -24,17 +24,13 @@ LAUNCH_OPTIONS = (
 
 # NCCL refuses two ranks on one GPU of one host. With an NCCL_HOSTID for each rank (`rank/process_group.py` sets it) it takes
 # them for hosts, and then everything must go over sockets.
-SHARED_GPU = {
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_CUMEM_ENABLE": "0",
-    "NCCL_RAS_ENABLE": "0",
-}
+SHARED_GPU = dict(
+    setting.split("=")
+    for setting in (
+        "NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 "
+        "NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0 NCCL_CUMEM_ENABLE=0 NCCL_RAS_ENABLE=0"
+    ).split()
+)
 
 
 @dataclass(frozen=True)
@@ -166,23 +162,24 @@ def _found(gpus: int, env: Mapping[str, str]) -> str:
     return f"{gpus} GPU is visible{said}" if gpus == 1 else f"{gpus} GPUs are visible{said}"
 
 
-def shared_gpus(options: Options, env: Mapping[str, str]) -> int:
-    """How many GPUs the ranks share; 0 where they were not told to, or each has its own."""
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks share GPUs: how many of these (0: each has its own), what is added to the environment, the run's note."""
+
+    gpus: int
+    settings: Mapping[str, str]
+    note: str
+
+
+def sharing(options: Options, env: Mapping[str, str]) -> Sharing:
+    """How the ranks of a job share GPUs. What the user has set in the job's environment `env` stays."""
     gpus = _usable_gpus(env) if options.share_gpu else 0
-    return gpus if gpus < options.nproc else 0
-
-
-def sharing_settings(env: Mapping[str, str]) -> dict[str, str]:
-    """What the environment `env` of a job needs whose ranks share GPUs; what the user has set stays."""
-    return {wire.ENV_SHARE_GPU: "1", **{name: value for name, value in SHARED_GPU.items() if name not in env}}
-
-
-def about_sharing(options: Options, shared: int) -> str:
-    """The note that goes with a job that was told to share GPUs; `shared` is how many it does share."""
-    if not shared:
-        return f"share_gpu changed nothing: there is a GPU for each of {options.nproc} ranks."
-    gpus = f"{shared} GPU{'s' if shared > 1 else ''}"
-    return f"{options.nproc} ranks share {gpus} by NCCL over sockets: its errors and timeouts are NCCL's own, its speed is not."
+    if gpus >= options.nproc or not gpus:
+        return Sharing(0, {}, "share_gpu changed nothing: each rank has a GPU of its own." if gpus else "")
+    settings = {wire.ENV_SHARE_GPU: "1", **{name: value for name, value in SHARED_GPU.items() if name not in env}}
+    shared = f"{options.nproc} ranks share {gpus} GPU{'s' if gpus > 1 else ''}"
+    note = f"{shared} by NCCL over sockets: its errors and timeouts are NCCL's own, its speed is not."
+    return Sharing(gpus, settings, note)
 
 
 def _usable_gpus(env: Mapping[str, str]) -> int:

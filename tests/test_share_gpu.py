@@ -96,7 +96,7 @@ def test_with_a_gpu_for_each_rank_it_changes_nothing(script: Script, gpus: Gpus)
     run = ddpkit.launch(script(TOLD), share_gpu=True, show=False, timeout=60)
     assert "NCCL_NET=None" in run.ranks[0].stdout and "DDPKIT_SHARE_GPU=None" in run.ranks[0].stdout
     assert run.facts == "2 ranks · nccl on 2 GPUs"
-    assert run.notes == ("share_gpu changed nothing: there is a GPU for each of 2 ranks.",)
+    assert run.notes == ("share_gpu changed nothing: each rank has a GPU of its own.",)
 
 
 @pytest.mark.job

@@ -89,15 +89,15 @@ def options(step: Step, **more: Any) -> dict[str, Any]:
 def seen(step: Step, run: ddpkit.Run) -> None:
     """Wait for the end; verdict, page, seconds and bundle."""
     began = time.monotonic()
-    verdict_s = watched(run)
+    named_s = watched(run)
     took_s = round(time.monotonic() - began, 1)
     step.bundle(run, step.name)
     for rank in run.ranks:
         step.text(f"rank_{rank.rank}_stderr.txt", rank.stderr)
-    after = f"verdict after {verdict_s:.0f} s, " if verdict_s is not None else ""
+    said = f"{run.state}, {page_of(run)}; at fault: {run.culprit}, named after {named_s:.0f} of {took_s:.0f} s"
     step.see(
-        f"{run.state}, {page_of(run)}; {after}{took_s:.0f} s in all. {run.verdict.sentence}",
-        state=run.state, culprit=run.culprit, page=page_of(run), verdict_s=verdict_s, took_s=took_s,
+        f"{said}. {run.verdict.sentence}",
+        state=run.state, culprit=run.culprit, page=page_of(run), named_s=named_s, took_s=took_s,
     )  # fmt: skip
 
 
@@ -109,13 +109,7 @@ def read_dumps(step: Step) -> None:
         step.text(f"torchfrtrace_{name}.txt", f"exit code {code}\n{text}")
 
 
-LABS = ("metric_meets_bucket", "unused_parameters", "branch_by_rank", "early_exit", "loader_worker_killed")
+metric_meets_bucket = unused_parameters = branch_by_rank = early_exit = loader_worker_killed = a_lab
 
 if __name__ == "__main__":
-    main(
-        healthy=healthy,
-        skipped_collective=skipped_collective,
-        own_exception=own_exception,
-        peer_lost=peer_lost,
-        **dict.fromkeys(LABS, a_lab),
-    )
+    main(globals())

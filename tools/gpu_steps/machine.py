@@ -104,10 +104,12 @@ def nccl_debug(step: Step) -> None:
     step.see(f"{run.state}; {len(text.splitlines())} lines of NCCL, of {len(kinds)} kinds")
 
 
+@needs_gpu
 def device_side_assert(step: Step) -> None:
     _kernel_fails(step, "device_assert")
 
 
+@needs_gpu
 def cuda_kernel_error(step: Step) -> None:
     _kernel_fails(step, "illegal_access")
 
@@ -126,12 +128,4 @@ def _kernel_fails(step: Step, case: str) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        versions=versions,
-        stack=stack,
-        doctor=doctor,
-        live_memory=live_memory,
-        nccl_debug=nccl_debug,
-        device_side_assert=needs_gpu(device_side_assert),
-        cuda_kernel_error=needs_gpu(cuda_kernel_error),
-    )
+    main(globals())

@@ -74,6 +74,7 @@ def memory_two(step: Step) -> None:
     step.see(f"{run.state}, {page_of(run)}: {told(text, 'out of memory', 'allocate')}")
 
 
+@needs_gpu
 def memory_snapshot(step: Step) -> None:
     """A share of the GPU filled, with CUDA's snapshot; once more in segments that can grow."""
     plain = _cuda(step, "snapshot", "memory_snapshot", {})
@@ -81,6 +82,7 @@ def memory_snapshot(step: Step) -> None:
     step.see(f"{plain}; with expandable segments: {grows}")
 
 
+@needs_gpu
 def memory_real(step: Step) -> None:
     """Nothing else may need the GPU meanwhile."""
     step.see(_cuda(step, "fill", "memory_full", {}))
@@ -93,9 +95,4 @@ def _cuda(step: Step, case: str, name: str, env: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    main(
-        memory_remedies=memory_remedies,
-        memory_two=memory_two,
-        memory_snapshot=needs_gpu(memory_snapshot),
-        memory_real=needs_gpu(memory_real),
-    )
+    main(globals())

@@ -65,6 +65,7 @@ def plain_sizes(step: Step) -> None:
     step.see("; ".join(said))
 
 
+@needs_gpu
 def all_defaults(step: Step) -> None:
     """How long it takes where nobody has set the waiting times: torch's watchdog goes on for a minute."""
     unset = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000", "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "1"}
@@ -81,6 +82,7 @@ def four_ranks(step: Step) -> None:
     step.see(f"healthy: {figures or 'no'}; skipped: exit code {code}, {told(text, *TELLING)}", healthy=figures)
 
 
+@needs_gpu
 def host_healthy(step: Step) -> None:
     """Whether the newer NCCL takes two ranks of one host, and by which settings; the other steps go by that."""
     for more in MORE_FOR_ONE_HOST:
@@ -104,18 +106,14 @@ def as_one_host(case: str) -> Callable[[Step], None]:
     return needs_gpu(run)
 
 
+plain_skipped = as_two_hosts("skipped")
+plain_killed = as_two_hosts("killed")
+plain_raises = as_two_hosts("raises")
+desync_debug = needs_gpu(as_two_hosts("skipped", TORCH_NCCL_DESYNC_DEBUG="1"))
+debug_detail = needs_gpu(as_two_hosts("skipped", TORCH_DISTRIBUTED_DEBUG="DETAIL"))
+host_skipped = as_one_host("skipped")
+host_killed = as_one_host("killed")
+host_sizes = as_one_host("sizes")
+
 if __name__ == "__main__":
-    main(
-        plain_skipped=as_two_hosts("skipped"),
-        plain_killed=as_two_hosts("killed"),
-        plain_sizes=plain_sizes,
-        plain_raises=as_two_hosts("raises"),
-        desync_debug=needs_gpu(as_two_hosts("skipped", TORCH_NCCL_DESYNC_DEBUG="1")),
-        debug_detail=needs_gpu(as_two_hosts("skipped", TORCH_DISTRIBUTED_DEBUG="DETAIL")),
-        all_defaults=needs_gpu(all_defaults),
-        four_ranks=four_ranks,
-        host_healthy=needs_gpu(host_healthy),
-        host_skipped=as_one_host("skipped"),
-        host_killed=as_one_host("killed"),
-        host_sizes=as_one_host("sizes"),
-    )
+    main(globals())

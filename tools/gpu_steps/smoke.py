@@ -71,10 +71,4 @@ def _gpu_files(pid: int | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(
-        smoke_one=smoke_one,
-        smoke_shared=smoke_shared,
-        two_by_torchrun=two_by_torchrun,
-        two_refused=two_refused,
-        warm_process=warm_process,
-    )
+    main(globals())

@@ -67,7 +67,7 @@ class Step:
 
     def sharing(self, **options: Any) -> dict[str, Any]:
         """Options of `launch` for ranks that share the GPU; in the dry run they use gloo."""
-        options = {"show": False, "stall": self.stall_s, "timeout": 60, **options}
+        options = {"show": False, "stall": self.stall_s, "timeout": 45, **options}
         return options | ({"backend": "gloo"} if self.dry else {"backend": "nccl", "share_gpu": True})
 
     def one_rank(self, **options: Any) -> dict[str, Any]:
@@ -80,8 +80,8 @@ class Step:
         part.replace(self.folder / "result.json")
 
 
-def main(**cases: Callable[[Step], None]) -> None:
-    """Run the case that the command line names: `python FILE CASE FOLDER`."""
+def main(cases: Mapping[str, Any]) -> None:
+    """Run the function of that file which the command line names: `python FILE CASE FOLDER`."""
     name, folder = sys.argv[1], Path(sys.argv[2])
     os.chdir(folder)
     cases[name](Step(name, folder, os.environ.get("GPU_DAY_DRY") == "1"))
@@ -126,16 +126,16 @@ def torchrun(step: Step, ranks: int, *words: str, **options: Any) -> tuple[int, 
     return command(step, *start, *words, **options)
 
 
-def watched(run: ddpkit.Run) -> float | None:
-    """Wait for the end of a live run: after how many seconds its last verdict was there; None where there is none."""
-    began, sentence, since = time.monotonic(), "", None
+def watched(run: ddpkit.Run) -> float:
+    """Wait for the end of a live run: after how many seconds the rank that is at fault in the end was named for good."""
+    began, named, since = time.monotonic(), run.culprit, 0.0
     while run.state == "running":
-        if (said := run.verdict.sentence) != sentence:
-            sentence, since = said, round(time.monotonic() - began, 1)
+        if run.culprit != named:
+            named, since = run.culprit, time.monotonic() - began
         time.sleep(0.3)
-    if run.wait().verdict.sentence != sentence:
-        since = round(time.monotonic() - began, 1)
-    return since if run.verdict.sentence else None
+    if run.wait().culprit != named:
+        since = time.monotonic() - began
+    return round(since, 1)
 
 
 def told(text: str, *words: str) -> str:

@@ -61,4 +61,4 @@ def ends(step: Step, found: Lab) -> tuple[str, str, str, str]:
 
 
 if __name__ == "__main__":
-    main(gpu_tests=gpu_tests, core_labs=core_labs)
+    main(globals())

@@ -38,6 +38,7 @@ def train_bf16(step: Step) -> None:
     _trained(step, "bf16", "--cpu" if step.dry else "--backend=nccl")
 
 
+@needs_gpu
 def train_fp16(step: Step) -> None:
     _trained(step, "fp16", "--backend=nccl")
 
@@ -112,11 +113,4 @@ def comm(step: Step) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        train_bf16=train_bf16,
-        train_fp16=needs_gpu(train_fp16),
-        resume=resume,
-        killed=killed,
-        trainer_cost=trainer_cost,
-        comm=comm,
-    )
+    main(globals())
