@@ -21,7 +21,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
@@ -47,6 +47,7 @@ class Day:
         self.dry, self.first = asked.dry, asked.first
         self.began = time.monotonic()
         self.limit_s = asked.limit_s or (DRY_S if asked.dry else FIRST_S if asked.first else REST_S)
+        self.setup = prepare(self.dry)
         self.out = Path(asked.out).resolve()
         self.out.mkdir(parents=True, exist_ok=True)
         self.zip = self.out / "gpu-day.zip"
@@ -56,17 +57,30 @@ class Day:
         self.settings: dict[str, dict[str, str]] = {"sockets": {}, "host": {}}
         self.missing: dict[str, str] = {}
         self._lock = Lock()
+        self._begin_zip()
 
     def left_s(self) -> float:
         return self.limit_s - LAST_S - (time.monotonic() - self.began)
 
     def run(self, plan: tuple[Step, ...]) -> None:
-        """Set up, then run one group of steps after the other, those of a group side by side."""
-        self.setup = prepare(self.dry)
-        self._begin_zip()
+        """Run one group of steps after the other, those of a group side by side."""
         for _, group in groupby(plan, key=lambda step: step.group):
             with ThreadPoolExecutor(ABREAST) as pool:
-                list(pool.map(self._step, group))
+                running = [pool.submit(self._step, step) for step in group]
+                try:
+                    for step in running:
+                        self._wait(step)
+                except KeyboardInterrupt:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    end_all(self.work.name)
+                    raise
+
+    def _wait(self, step: Future[None]) -> None:
+        """Whatever becomes of one step, the day goes on."""
+        try:
+            step.result()
+        except Exception as error:
+            print(f"gpu_day: {type(error).__name__}: {error}", flush=True)
 
     def _step(self, step: Step) -> None:
         """Run one step, or say why not, and put what it has left into the zip."""
