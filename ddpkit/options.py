@@ -150,7 +150,7 @@ def _check_sharing(asked: str | None, gpus: int, env: Mapping[str, str]) -> None
         advice = 'Use backend="nccl", or leave share_gpu out.'
         raise LaunchError(f'launch: share_gpu=True asked for with backend "gloo", which needs no GPU. {advice}')
     if not gpus:
-        advice = "Leave it out, and the ranks use gloo on the CPU."
+        advice = 'Use backend="gloo" without it.'
         raise LaunchError(f"launch: share_gpu=True asked for, but {_found(gpus, env)}. {advice}")
 
 

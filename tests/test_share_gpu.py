@@ -61,10 +61,10 @@ def test_what_cannot_be_shared_is_one_sentence(script: Script, gpus: Gpus, monke
     refused(gloo, path, backend="gloo", share_gpu=True)
     refused('with backend "gloo"', path, env={wire.ENV_BACKEND: "gloo"}, share_gpu=True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    none = r"share_gpu=True asked for, but 0 GPUs are visible \(CUDA_VISIBLE_DEVICES=\). Leave it out, and the ranks use gloo"
+    none = r"share_gpu=True asked for, but 0 GPUs are visible \(CUDA_VISIBLE_DEVICES=\). Use backend=.gloo. without it"
     refused(none, path, share_gpu=True)
     monkeypatch.setattr("ddpkit.options.torch_has_cuda", lambda: False)
-    refused("share_gpu=True asked for, but this torch was built without CUDA. Leave it out", path, share_gpu=True)
+    refused("share_gpu=True asked for, but this torch was built without CUDA. Use backend", path, share_gpu=True)
 
 
 @pytest.mark.job

@@ -9,7 +9,7 @@ ENVIRONMENTS = {
     "": "no rank",
     "one": "one GPU, one rank",
     "plain": "one GPU, two ranks of one host",
-    "sockets": "one GPU, ranks posing as hosts of their own over sockets, so that a lost peer is told as between hosts",
+    "sockets": "one GPU, ranks posing as hosts of their own over sockets, so a lost peer is reported as a lost host",
     "host": "one GPU, two ranks of one host by NCCL 2.30.7's NCCL_MULTI_RANK_GPU_ENABLE",
     "cpu": "CPU, gloo",
 }

@@ -148,7 +148,7 @@ def page_of(steps: Sequence[Taken], versions: str) -> str:
         "# What was recorded on one GPU",
         "",
         f"{dry}`tools/gpu_day.py` ran {made}, on {versions}. `tools/take_gpu_day.py` wrote this page. Where ranks posed as",
-        "hosts of their own, what one says of a lost peer is what it says of another host. A collective was given 10 s, and",
+        "hosts of their own, a lost peer is reported as a lost host. A collective was given 10 s, and",
         "torch's watchdog 6 s more for its dump in place of a minute, but in the step \"with torch's own waiting times\".",
         "",
         "| | step | how it ended | what was seen | s | where the ranks were |",
