@@ -9,6 +9,7 @@ BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST    := .venv-oldest
 NEWEST    := build/newest
+GPU_DAY   := build/gpu-day
 SOURCES   := pyproject.toml constraints.txt tools/install.py
 
 # In a terminal of JupyterLab, in `!torchrun` and in the tests, the tools of this environment come first.
@@ -18,7 +19,7 @@ ABREAST := -n 4 --dist loadgroup
 VERSION := import sys; print(sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab test check lint types units jobs nbval labs soak test-oldest notebooks exercises record student constraints format clean
+.PHONY: help install lab test check lint types units jobs nbval labs soak test-oldest notebooks exercises record student gpu-kit gpu-day-dry constraints format clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +70,15 @@ record: $(INSTALLED) ## afresh, the recorded runs of the labs that need Linux
 
 student: $(INSTALLED) ## dist/ddp-workbook.zip: the workbook for students, without solutions and tests
 	$(BIN)/python tools/student_archive.py
+
+gpu-kit: $(INSTALLED) ## build/gpu-kit: what a machine with a GPU and no network lacks
+	$(BIN)/python tools/gpu_kit.py
+
+gpu-day-dry: $(INSTALLED) ## the day on one GPU, without a GPU: every step, and its recordings taken
+	rm -rf $(GPU_DAY)
+	$(INSIDE) $(BIN)/python tools/gpu_day.py $(GPU_DAY)/first --first --dry
+	$(INSIDE) $(BIN)/python tools/gpu_day.py $(GPU_DAY)/rest --dry
+	$(BIN)/python tools/take_gpu_day.py $(GPU_DAY)/first/gpu-day.zip $(GPU_DAY)/rest/gpu-day.zip --into $(GPU_DAY)/taken
 
 constraints: $(INSTALLED) ## constraints.txt afresh, from the newest versions (TORCH=2.14.0 moves torch as well)
 	rm -rf $(NEWEST)

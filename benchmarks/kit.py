@@ -142,8 +142,17 @@ def in_turn(ways: dict[str, Callable[[int], None]], rounds: int, steps: int) -> 
             dist.barrier()
             began, cpu = time.perf_counter(), time.process_time()
             ways[name](steps)
+            finish()
             took[name].append(((time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps))
     return took
+
+
+def finish() -> None:
+    """A GPU may be at it still when the last step has come back."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def looks_us(device: torch.device) -> float:

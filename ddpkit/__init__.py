@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .grading import check
     from .launcher import launch
     from .logdiagnosis import diagnose
+    from .recordings import on_gpu
     from .run import Run
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "explain",
     "hint",
     "launch",
+    "on_gpu",
     "progress",
     "reset",
     "task",
@@ -39,6 +41,7 @@ _HOMES = {
     "Run": "run",
     "diagnose": "logdiagnosis",
     "doctor": "examination",
+    "on_gpu": "recordings",
     "explain": "catalog",
     "JobFailed": "errors",
     "LaunchError": "errors",

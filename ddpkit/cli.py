@@ -43,6 +43,9 @@ def run(
     module: Annotated[bool, typer.Option("--module", "-m", help="The target is a module.")] = False,
     name: Annotated[str | None, typer.Option(help="What the run is called.")] = None,
     warm: Annotated[bool, typer.Option(help="Fork the job from one process that imports torch.")] = True,
+    share_gpu: Annotated[
+        bool, typer.Option("--share-gpu", help="Let more NCCL ranks than GPUs share these, over sockets.")
+    ] = False,
 ) -> None:
     """Start TARGET as a torchrun job on this machine, stream each rank's output, and say what happened.
 
@@ -61,6 +64,7 @@ def run(
         max_restarts=max_restarts,
         name=name,
         warm=warm,
+        share_gpu=share_gpu,
     )
     raise typer.Exit(EXIT_CODES.get(ended.state, 1))
 

@@ -14,7 +14,7 @@ from typing import Any
 from . import __version__, notebook, wire, zygote
 from .errors import LaunchError
 from .folders import new_run_folder
-from .options import Options, about_unknown, checked_options, decided_backend
+from .options import Options, Sharing, about_unknown, checked_options, decided_backend, sharing
 from .process import Job, Start
 from .run import Run, save_spec
 from .sink import Sink
@@ -43,6 +43,7 @@ def launch(
     reveal: bool = True,
     max_restarts: int = 0,
     torchrun: Sequence[str] = (),
+    share_gpu: bool = False,
     **unknown: Any,
 ) -> Run:
     """Start a real torchrun job on this machine and return its `Run`. A job that fails raises nothing, as with `subprocess.run`.
@@ -66,6 +67,7 @@ def launch(
         reveal: False keeps the verdict out of the view and the text, so that a reader can judge first.
         max_restarts: how often torchrun starts the ranks anew after a failure.
         torchrun: further options for torchrun itself, such as ["--rdzv-conf", "timeout=60"].
+        share_gpu: let more NCCL ranks than GPUs share these, over sockets, to see NCCL's own errors on one GPU; slow.
 
     Raises:
         LaunchError: the job cannot be started as asked; nothing was started.
@@ -85,6 +87,7 @@ def launch(
         name=name,
         reveal=reveal,
         warm=warm,
+        share_gpu=share_gpu,
     )
     refuse_inside_a_rank()
     return start(resolve(target, args, kwargs or {}), options, wait=wait, check=check, show=show)
@@ -111,11 +114,13 @@ def start(
     env = _environment(target, options)
     backend = decided_backend(options, env)
     env[wire.ENV_BACKEND] = backend
+    shared = sharing(options, env)
+    env |= shared.settings
     sink = notebook.sink_for(show)
     folder = new_run_folder(options.name or target.name)
     program, *rest = target.write(folder)
     command = _torchrun([program, *rest], options)
-    spec = _spec(target, options, command, env, backend) | {"program": "" if program == "-m" else program}
+    spec = _spec(target, options, command, env, backend, shared) | {"program": "" if program == "-m" else program}
     save_spec(folder, spec)
     env[wire.ENV_RUN] = str(folder)
     job = Job(
@@ -218,12 +223,13 @@ def _changed(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _spec(
-    target: Target, options: Options, command: Sequence[str], env: Mapping[str, str], backend: str
+    target: Target, options: Options, command: Sequence[str], env: Mapping[str, str], backend: str, shared: Sharing
 ) -> dict[str, Any]:
     changed = _changed(env)
     words = shlex.join(command)
     settings = " ".join(f"{k}={shlex.quote(v)}" for k, v in changed.items())
-    devices = "CPU" if backend == "gloo" else f"{options.nproc} GPU" + "s" * (options.nproc > 1)
+    gpus = shared.gpus or options.nproc
+    devices = "CPU" if backend == "gloo" else f"{gpus} GPU" + "s" * (gpus > 1) + ", shared" * bool(shared.gpus)
     return {
         "name": options.name or target.name,
         "nproc": options.nproc,
@@ -235,7 +241,7 @@ def _spec(
         "env": changed,
         "timeout_s": options.timeout_s,
         "stall_s": options.stall_s,
-        "notes": list(target.notes),
+        "notes": [*target.notes, *filter(None, [shared.note])],
         "script": next(iter(target.files), ""),
         "versions": {"python": sys.version.split()[0], "torch": metadata.version("torch"), "ddpkit": __version__},
         "started_ns": time.time_ns(),

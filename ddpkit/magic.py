@@ -44,6 +44,7 @@ def parser() -> MagicParser:
         ("stop-on-stall", "end the job at the first stall"),
         ("no-wait", "return at once with a live Run"),
         ("no-warm", "start every process anew"),
+        ("share-gpu", "let more NCCL ranks than GPUs share these"),
         ("check", "raise JobFailed unless the job passes"),
         ("no-reveal", "keep the verdict back"),
         ("quiet", "show nothing"),
@@ -79,6 +80,7 @@ def torchrun(line: str, cell: str, namespace: dict[str, Any]) -> None:
         torchrun=_passed_through(asked),
         reveal=not asked.no_reveal,
         warm=not asked.no_warm,
+        share_gpu=asked.share_gpu,
     )
     name = asked.bind or "cell"
     show: bool | str = False if asked.quiet else "text" if asked.text else True

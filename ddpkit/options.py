@@ -18,8 +18,19 @@ BACKENDS = ("gloo", "nccl")
 EXIT_CODES = {"passed": 0, "stopped": 130, "timed_out": 124, "hung": 124}
 # What `launch` takes, for whoever mistypes one of them.
 LAUNCH_OPTIONS = (
-    "target args kwargs nproc backend env timeout stall stop_on_stall warm wait check show name reveal max_restarts torchrun"
+    "target args kwargs nproc backend env timeout stall stop_on_stall warm wait check show name reveal max_restarts torchrun "
+    "share_gpu"
 ).split()
+
+# NCCL refuses two ranks on one GPU of one host. With an NCCL_HOSTID for each rank (`rank/process_group.py` sets it) it takes
+# them for hosts, and then everything must go over sockets.
+SHARED_GPU = dict(
+    setting.split("=")
+    for setting in (
+        "NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 "
+        "NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0 NCCL_CUMEM_ENABLE=0 NCCL_RAS_ENABLE=0"
+    ).split()
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,7 @@ class Options:
     name: str | None
     reveal: bool
     warm: bool
+    share_gpu: bool = False
 
 
 def checked_options(
@@ -52,6 +64,7 @@ def checked_options(
     reveal: bool = True,
     warm: bool = True,
     name: str | None = None,
+    share_gpu: bool = False,
 ) -> Options:
     """The options as asked for, each checked.
 
@@ -74,6 +87,7 @@ def checked_options(
         name=name,
         reveal=reveal,
         warm=warm,
+        share_gpu=share_gpu,
     )
 
 
@@ -114,20 +128,62 @@ def _seconds(option: str, value: Any) -> float | None:
 
 
 def decided_backend(options: Options, env: Mapping[str, str]) -> str:
-    """NCCL where each rank has a GPU of its own, otherwise gloo; decided before any rank starts."""
+    """NCCL where each rank has a GPU of its own or is to share one, otherwise gloo; decided before any rank starts."""
     asked = options.backend or env.get(wire.ENV_BACKEND)
     if asked is not None and asked not in BACKENDS:
         near = difflib.get_close_matches(asked.lower(), BACKENDS, n=1)
         hint = f'did you mean "{near[0]}"?' if near else "use one of them, or None to have it chosen."
         raise LaunchError(f'launch: backend "{asked}" is not one of {", ".join(BACKENDS)}; {hint}')
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    gpus = len(machine.visible_gpus(visible)) if torch_has_cuda() else 0
+    gpus = _usable_gpus(env)
+    if options.share_gpu:
+        _check_sharing(asked, gpus, env)
+        return "nccl"
     if asked == "nccl" and gpus < options.nproc:
-        said = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-        advice = f'nproc={gpus}, or backend="gloo"' if gpus else 'backend="gloo"'
-        found = f"{gpus} GPUs are visible{said}" if torch_has_cuda() else "this torch was built without CUDA"
+        advice = f'nproc={gpus}, backend="gloo", or share_gpu=True' if gpus else 'backend="gloo"'
+        found = _found(gpus, env)
         raise LaunchError(f'launch: {options.nproc} ranks asked for with backend "nccl", but {found}. Use {advice}.')
     return asked or ("nccl" if gpus >= options.nproc else "gloo")
+
+
+def _check_sharing(asked: str | None, gpus: int, env: Mapping[str, str]) -> None:
+    if asked == "gloo":
+        advice = 'Use backend="nccl", or leave share_gpu out.'
+        raise LaunchError(f'launch: share_gpu=True asked for with backend "gloo", which needs no GPU. {advice}')
+    if not gpus:
+        advice = 'Use backend="gloo" without it.'
+        raise LaunchError(f"launch: share_gpu=True asked for, but {_found(gpus, env)}. {advice}")
+
+
+def _found(gpus: int, env: Mapping[str, str]) -> str:
+    if not torch_has_cuda():
+        return "this torch was built without CUDA"
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    said = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    return f"{gpus} GPU is visible{said}" if gpus == 1 else f"{gpus} GPUs are visible{said}"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks share GPUs: how many of these (0: each has its own), what is added to the environment, the run's note."""
+
+    gpus: int
+    settings: Mapping[str, str]
+    note: str
+
+
+def sharing(options: Options, env: Mapping[str, str]) -> Sharing:
+    """How the ranks of a job share GPUs. What the user has set in the job's environment `env` stays."""
+    gpus = _usable_gpus(env) if options.share_gpu else 0
+    if gpus >= options.nproc or not gpus:
+        return Sharing(0, {}, "share_gpu changed nothing: each rank has a GPU of its own." if gpus else "")
+    settings = {wire.ENV_SHARE_GPU: "1", **{name: value for name, value in SHARED_GPU.items() if name not in env}}
+    shared = f"{options.nproc} ranks share {gpus} GPU{'s' if gpus > 1 else ''}"
+    note = f"{shared} by NCCL over sockets: its errors and timeouts are NCCL's own, its speed is not."
+    return Sharing(gpus, settings, note)
+
+
+def _usable_gpus(env: Mapping[str, str]) -> int:
+    return len(machine.visible_gpus(env.get("CUDA_VISIBLE_DEVICES"))) if torch_has_cuda() else 0
 
 
 def torch_has_cuda() -> bool:

@@ -34,6 +34,9 @@ def smoke(
     nproc: Ranks = None,
     backend: Annotated[str | None, typer.Option(help="gloo or nccl; by default what the machine allows.")] = None,
     single: Annotated[bool, typer.Option("--single", help="One plain process, for comparison.")] = False,
+    share_gpu: Annotated[
+        bool, typer.Option("--share-gpu", help="Let more NCCL ranks than GPUs share these; 2 ranks at least.")
+    ] = False,
 ) -> None:
     """Test communication in six steps, without any training code: variables, versions, init, device, all-reduce, barrier.
 
@@ -41,8 +44,10 @@ def smoke(
     """
     if single:
         raise typer.Exit(_alone(backend))
-    ranks = nproc or len(usable_gpus()) or RANKS_WITHOUT_GPU
-    run = launch(PROGRAM, args=["--timeout", str(WAIT_S)], nproc=ranks, backend=backend, timeout=LIMIT_S)
+    least = RANKS_WITHOUT_GPU if share_gpu or not usable_gpus() else 1
+    ranks = nproc or max(len(usable_gpus()), least)
+    waits = ["--timeout", str(WAIT_S)]
+    run = launch(PROGRAM, args=waits, nproc=ranks, backend=backend, timeout=LIMIT_S, share_gpu=share_gpu)
     if not run.ok:
         print("\n".join(f"smoke: {line}" for line in advice(run)))
     raise typer.Exit(0 if run.ok else 1)

@@ -12,6 +12,8 @@ from typing import Any
 # Environment of a job. RUN marks every process of a job and tells it where its run folder is.
 ENV_RUN = "DDPKIT_RUN"
 ENV_BACKEND = "DDP_BACKEND"
+# "1": ranks share GPUs by NCCL, where there are more ranks than GPUs.
+ENV_SHARE_GPU = "DDPKIT_SHARE_GPU"
 ENV_HOME = "DDPKIT_HOME"
 ENV_LOG_CAP = "DDPKIT_LOG_CAP_MIB"
 ENV_KEEP_RUNS = "DDPKIT_KEEP_RUNS"

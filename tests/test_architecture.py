@@ -24,8 +24,10 @@ ALLOWED: dict[str, set[str]] = {
             "catalog",
             "errors",
             "magic",
+            "recordings",
         ),
     },
+    "recordings": {"catalog", "run"},
     "cli": {
         "traincli",
         "smokecli",
@@ -256,7 +258,7 @@ ALLOWED: dict[str, set[str]] = {
     "rank.commstats": {"rank.buckets"},
     "rank.data": {"rank.agreement", "rank.batches", "rank.loadplan", "rank.process_group", "rank.workers"},
     "rank.deadline": {"rank.failure", "rank.guard", "rank.process_group"},
-    "rank.environment": set(),
+    "rank.environment": {"wire"},
     "rank.evaluation": {"rank.data", "rank.trainer"},
     "rank.example": {"config"},
     "rank.faults": {"rank.data", "rank.trainer"},
@@ -402,7 +404,7 @@ def test_import_ddpkit_brings_neither_torch_nor_widgets() -> None:
 
 def test_an_unknown_name_is_told_what_there_is() -> None:
     done = subprocess.run([sys.executable, "-c", "import ddpkit; ddpkit.lunch"], capture_output=True, text=True)
-    offers = "check, diagnose, doctor, explain, hint, launch, progress, reset, task"
+    offers = "check, diagnose, doctor, explain, hint, launch, on_gpu, progress, reset, task"
     assert (
         "module 'ddpkit' has no attribute 'lunch'; it offers FixBench, JobFailed, LaunchError, LogError, Run, "
         in done.stderr

@@ -202,7 +202,7 @@ def test_the_roll_call_sees_what_is_wrong_between_ranks(home: Path) -> None:
         assert rank["said"] == f"setup: rank 1 failed in its setup: ValueError: {amiss[1]['said']}"
     assert {told.sub("", rank["said"]) for rank in no_gpu} == {
         f'setup: backend "nccl" asked for, but rank 0 {NO_NCCL}; '
-        'use backend="gloo", as many ranks as GPUs, or fallback=True.'
+        'use backend="gloo", as many ranks as GPUs, fallback=True, or share the GPUs by launch(share_gpu=True).'
     }
     assert not any(rank["left_up"] for rank in (*no_gpu, *amiss, *old))
     assert [rank["sum"] for rank in old] == [2.0, 2.0] and not warnings(old[1])
@@ -255,7 +255,7 @@ def test_all_ranks_fall_back_to_gloo_or_none_does(home: Path) -> None:
     why = "theirs did not come up on rank 1 (OSError: no such interface: ib7)"
     for rank in raises:
         assert warnings(rank) == [f"WARNING setup: fell back to gloo: {why}; {slow}"]
-    assert all("or fallback=True" in rank["said"] for rank in one_alone)
+    assert all("fallback=True, or share" in rank["said"] for rank in one_alone)
     assert no_fallback[1]["type"] == "OSError" and not any(rank["left_up"] for rank in no_fallback)
     assert no_fallback[0]["said"].startswith("setup: rank 1 failed in its setup: OSError: no such interface: ib7")
     error = next(line for line in no_fallback[1]["lines"] if line.startswith("ERROR"))

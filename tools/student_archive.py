@@ -7,7 +7,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = ("solutions/", "tests/", "benchmarks/", ".ci/", "tools/make_exercises.py", "tools/student_archive.py")
+LEFT_OUT = (
+    *("solutions/", "tests/", "benchmarks/", ".ci/", "tools/make_exercises.py", "tools/student_archive.py"),
+    *("tools/gpu_", "tools/take_gpu_day.py"),
+)
 NAME = "ddp-workbook"
 
 

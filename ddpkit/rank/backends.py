@@ -32,6 +32,7 @@ def own_facts(here: Place, asked: str | None, fallback: bool) -> Facts:
     import torch
 
     no_nccl = "" if asked == "gloo" else _no_nccl(here)
+    has_own = not no_nccl and asked in (None, "nccl") and not environment.shares_gpu()
     return Facts(
         rank=here.rank,
         world_size=here.world_size,
@@ -40,7 +41,7 @@ def own_facts(here: Place, asked: str | None, fallback: bool) -> Facts:
         backend=asked,
         fallback=fallback,
         no_nccl=no_nccl,
-        gpu="" if no_nccl or asked not in (None, "nccl") else _gpu_name(here.local_rank),
+        gpu=_gpu_name(here.local_rank) if has_own else "",
         torch=torch.__version__,
         nccl=environment.nccl_version(),
     )
@@ -73,12 +74,13 @@ def decide(roll: Sequence[Facts]) -> Choice:
         )
     asked, cannot = roll[0].backend, _why_no_nccl(roll)
     if asked is None:
-        return Choice("gloo", cannot) if cannot else Choice("nccl", "every rank has a GPU of its own")
+        return Choice("gloo", cannot) if cannot else Choice("nccl", "every rank has a GPU")
     if asked != "nccl" or not cannot:
         return Choice(asked, "asked for")
     if not may_fall_back(roll):
         raise ValueError(
-            f'setup: backend "nccl" asked for, but {cannot}; use backend="gloo", as many ranks as GPUs, or fallback=True.'
+            f'setup: backend "nccl" asked for, but {cannot}; use backend="gloo", as many ranks as GPUs, fallback=True, '
+            "or share the GPUs by launch(share_gpu=True)."
         )
     return Choice("gloo", cannot, fell_back=cannot)
 
@@ -116,7 +118,7 @@ def _no_nccl(here: Place) -> str:
     if not dist.is_nccl_available():
         return "has a torch without NCCL"
     count = torch.cuda.device_count()
-    if here.local_rank >= count:
+    if here.local_rank >= count and not (count and environment.shares_gpu()):
         return f"sees {count} GPU{'' if count == 1 else 's'}, and its LOCAL_RANK is {here.local_rank}"
     return ""
 

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpkit import wire
+
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Without these four nobody can be met; the local ones have defaults.
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -66,6 +68,11 @@ def rank() -> int:
     """The rank that the environment gives, 0 without; what is no number is for `place` to complain of."""
     text = os.environ.get("RANK", "")
     return int(text) if text.isdigit() else 0
+
+
+def shares_gpu() -> bool:
+    """Whether the ranks were told to share GPUs: `launch(share_gpu=True)` with fewer GPUs than ranks."""
+    return os.environ.get(wire.ENV_SHARE_GPU) == "1"
 
 
 def _integer(name: str, default: str = "") -> int:

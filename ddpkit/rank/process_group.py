@@ -68,10 +68,11 @@ class setup:
 
     The backend is `backend`, else $DDP_BACKEND (which `launch(backend=...)` sets), else NCCL where every rank of the
     job has a GPU of its own, otherwise gloo; the ranks agree on it through the store. The device, cuda:LOCAL_RANK or the
-    CPU, is chosen before any collective. `timeout_s`: seconds after which a collective fails, and a rank that waits for
-    the others here; else $TORCH_DIST_TIMEOUT, else torch's default (gloo 30 minutes, NCCL 10). `fallback`: where NCCL is
-    asked for and cannot be, or does not come up on some rank, all ranks take gloo, with a warning; every rank must say
-    so. Without torchrun's environment the process is a job of one rank.
+    CPU, is chosen before any collective; ranks that share GPUs (`launch(share_gpu=True)`) take these in turn. `timeout_s`:
+    seconds after which a collective fails, and a rank that waits for the others here; else $TORCH_DIST_TIMEOUT, else
+    torch's default (gloo 30 minutes, NCCL 10). `fallback`: where NCCL is asked for and cannot be, or does not come up on
+    some rank, all ranks take gloo, with a warning; every rank must say so. Without torchrun's environment the process is
+    a job of one rank.
 
     Each step is logged to "ddpkit.rank", which prints nothing below a warning unless asked to (`log_to`).
 
@@ -250,6 +251,10 @@ def _device(backend: str, place: Place) -> torch.device:
     import torch
 
     device = torch.device("cuda", place.local_rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl" and environment.shares_gpu():
+        device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        # Read at the first communicator. Two ranks of one host may not have the same GPU, two hosts may.
+        os.environ.setdefault("NCCL_HOSTID", f"rank{place.rank}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _LOG.info("device: %s", device)
