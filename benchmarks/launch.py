@@ -41,7 +41,7 @@ from typing import Any
 from jupyter_client import BlockingKernelClient
 from kernel import ROOT, kernel, printed
 
-from ddpkit.rank.zygote import NEEDED_BY_ALL, NEEDED_BY_MANY
+from ddpkit.recorder.zygote import NEEDED_BY_ALL, NEEDED_BY_MANY
 
 PAGE = ROOT / "docs" / "launch.md"
 CHART = ROOT / "docs" / "launch.png"
@@ -86,7 +86,7 @@ LAUNCH = {
 PRINTED = "print(*(rank.stdout for rank in run.ranks))\n"
 # The warm process is started anew when packages are installed or removed meanwhile, and the launch that finds out waits for it.
 SAME_PROCESS = """\
-from ddpkit import zygote
+from ddpkit.processes import zygote
 warm_processes.add(zygote._current.pid)
 assert len(warm_processes) == 1, "the warm process was started anew: were packages installed?"
 """

@@ -84,7 +84,7 @@ def main() -> None:
         for _ in range(asked.rounds):
             for way, code in WAYS.items():
                 with kernel(home) as client:
-                    seconds(client, "import subprocess, ddpkit, ddpkit.view")
+                    seconds(client, "import subprocess, ddpkit, ddpkit.display.view")
                     latency[way] += latencies_ms(client, code.format(python=sys.executable, script="stamped.py"))
                     flood[way].append(seconds(client, code.format(python=sys.executable, script="flood.py")))
     report(latency, flood)

@@ -34,7 +34,7 @@ def bare(config: TrainConfig, here: Here, folder: str) -> Callable[[int], None]:
     from torch.utils.data import DataLoader, DistributedSampler
 
     from ddpkit.rank import SmallTransformer, SyntheticTokens
-    from ddpkit.rank.example import language_model_loss
+    from ddpkit.rank.trainer.example import language_model_loss
 
     torch.manual_seed(0)
     net = DistributedDataParallel(SmallTransformer(config).to(here.device), gradient_as_bucket_view=True)

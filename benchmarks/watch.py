@@ -25,9 +25,9 @@ from importlib import metadata
 from pathlib import Path
 
 import ddpkit
-from ddpkit import lifesigns, watch
-from ddpkit.tail import Tails
-from ddpkit.watch import Watcher
+from ddpkit.watcher import progress, watcher
+from ddpkit.watcher.tail import Tails
+from ddpkit.watcher.watcher import Watcher
 
 PAGE = Path(__file__).parents[1] / "docs" / "watch.md"
 TRAINING = """
@@ -99,7 +99,7 @@ class Dosed:
     def __init__(self) -> None:
         self.windows: dict[int, Window] = {}
         self._wait, self._say, self._spent_s = Tails.wait, Watcher._say_how_it_is, 0.0
-        self._every_s, self._ask_after_s = watch.STATE_EVERY_S, lifesigns.ASK_AFTER_S
+        self._every_s, self._ask_after_s = watcher.STATE_EVERY_S, progress.ASK_AFTER_S
 
     def __enter__(self) -> Dosed:
         def wait(tails: Tails, seconds: float) -> None:
@@ -113,7 +113,7 @@ class Dosed:
 
     def __exit__(self, *_: object) -> None:
         Tails.wait, Watcher._say_how_it_is = self._wait, self._say  # type: ignore[method-assign]
-        watch.STATE_EVERY_S, lifesigns.ASK_AFTER_S = self._every_s, self._ask_after_s
+        watcher.STATE_EVERY_S, progress.ASK_AFTER_S = self._every_s, self._ask_after_s
 
     def at(self, now_s: float) -> Window:
         """The window that holds this moment."""
@@ -127,7 +127,7 @@ class Dosed:
         window.watching_s += time.thread_time() - self._spent_s
         self._spent_s = time.thread_time()
         often = max(1, window.dose)
-        watch.STATE_EVERY_S, lifesigns.ASK_AFTER_S = self._every_s / often, self._ask_after_s / often
+        watcher.STATE_EVERY_S, progress.ASK_AFTER_S = self._every_s / often, self._ask_after_s / often
         self._wait(tails, min(seconds / often, left_s) if window.dose else left_s)
 
     def say(self, watcher: Watcher) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .bench import FixBench
-    from .catalog import explain
+    from .course.bench import FixBench
+    from .course.exercises import hint, progress, reset, task
+    from .course.grading import check
+    from .course.recordings import on_gpu
+    from .diagnosis.log.judge import diagnose
+    from .diagnosis.pages import explain
     from .errors import JobFailed, LaunchError, LogError
-    from .examination import doctor
-    from .exercise import hint, progress, reset, task
-    from .grading import check
-    from .launcher import launch
-    from .logdiagnosis import diagnose
-    from .recordings import on_gpu
+    from .launcher.launcher import launch
+    from .machine.examination import doctor
     from .run import Run
 
 __all__ = [
@@ -36,21 +36,21 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "FixBench": "bench",
-    "launch": "launcher",
+    "FixBench": "course.bench",
+    "launch": "launcher.launcher",
     "Run": "run",
-    "diagnose": "logdiagnosis",
-    "doctor": "examination",
-    "on_gpu": "recordings",
-    "explain": "catalog",
+    "diagnose": "diagnosis.log.judge",
+    "doctor": "machine.examination",
+    "on_gpu": "course.recordings",
+    "explain": "diagnosis.pages",
     "JobFailed": "errors",
     "LaunchError": "errors",
     "LogError": "errors",
-    "check": "grading",
-    "hint": "exercise",
-    "progress": "exercise",
-    "reset": "exercise",
-    "task": "exercise",
+    "check": "course.grading",
+    "hint": "course.exercises",
+    "progress": "course.exercises",
+    "reset": "course.exercises",
+    "task": "course.exercises",
 }
 
 
@@ -70,6 +70,6 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """Called by `%load_ext ddpkit`: brings the cell magic `%%torchrun`."""
-    from .magic import load_ipython_extension as load
+    from .launcher.magic import load_ipython_extension as load
 
     load(shell)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .catalog import Contents, NoSuchPage, Page
-from .catalog import explain as look_up
+from .diagnosis.pages import Contents, NoSuchPage, Page
+from .diagnosis.pages import explain as look_up
 from .errors import LaunchError, LogError
-from .launcher import launch
-from .options import EXIT_CODES
-from .smokecli import smoke
-from .traincli import CONTEXT, train
+from .launcher.launcher import launch
+from .launcher.options import EXIT_CODES
+from .launcher.smoke_command import smoke
+from .launcher.train_command import CONTEXT, train
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,8 +84,8 @@ def diagnose(
 
     Exit code: 0 healthy, 1 a failure, known or not, 2 nothing to read.
     """
-    from .diagnosis import HEALTHY
-    from .logdiagnosis import diagnose as of
+    from .diagnosis.log.judge import diagnose as of
+    from .diagnosis.run import HEALTHY
 
     found = of(*logs)
     print(found.json() if as_json else found)
@@ -95,7 +95,7 @@ def diagnose(
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False) -> None:
     """Look over this machine before a job, line by line. Exit code: 0 nothing would break a job, 1 something would."""
-    from .examination import doctor as look
+    from .machine.examination import doctor as look
 
     report = look()
     print(report.json() if as_json else report)
@@ -139,7 +139,7 @@ def _print_contents(console: Console, contents: Contents) -> None:
 @app.command()
 def start(number: Annotated[str, typer.Argument(help="The exercise's number, such as 02.")]) -> None:
     """Copy an exercise into work/, where it is yours: updates of the workbook never touch it. A copy that is there stays."""
-    from .student import start as copy_exercise
+    from .course.student import start as copy_exercise
 
     print(copy_exercise(number))
 
@@ -147,7 +147,7 @@ def start(number: Annotated[str, typer.Argument(help="The exercise's number, suc
 @app.command()
 def progress() -> None:
     """Say how far you are with the exercises, by what is kept below .ddpkit in this folder."""
-    from .exercise import progress as done
+    from .course.exercises import progress as done
 
     print(done())
 

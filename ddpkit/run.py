@@ -10,20 +10,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import wire
-from .account import Account, read_account
-from .culprit import Culprit, Verdict, judge
-from .diagnosis import Diagnosis, diagnose
-from .endings import Ending, plain_words
+from .diagnosis.rows import Row, diagnosis_line, rows, text_lines
+from .diagnosis.run import Diagnosis, diagnose
 from .errors import JobFailed
-from .evidence import Row, diagnosis_line, rows, text_lines
-from .folders import unpacked
-from .records import Rank
-from .stable import stable
+from .runfolder import wire
+from .runfolder.folders import unpacked
+from .runfolder.ranks import Rank
+from .runfolder.stable import stable
+from .verdict.account import Account, read_account
+from .verdict.culprit import Culprit, Verdict, judge
+from .verdict.endings import Ending, plain_words
 
 if TYPE_CHECKING:
-    from .picture import Picture
-    from .process import Job
+    from .display.picture import Picture
+    from .processes.agent import Job
 
 
 class Run:
@@ -287,7 +287,7 @@ class Run:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from .timeline import draw
+        from .display.timeline import draw
 
         return draw(self)
 
@@ -297,19 +297,19 @@ class Run:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from .memoryplot import draw
+        from .display.memory_plot import draw
 
         return draw(self)
 
     def _repr_html_(self) -> str:
         """The same words as the text form."""
-        from .markup import as_html
+        from .display.html import as_html
 
         return as_html(self)
 
     def _ipython_display_(self) -> None:
         """Shown as HTML and text, unless `launch` has just shown it in this very cell."""
-        from .notebook import display_run
+        from .display.notebook import display_run
 
         display_run(self)
 

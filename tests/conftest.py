@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import ddpkit
-from ddpkit import wire
+from ddpkit.runfolder import wire
 
 TORCH = tuple(map(int, metadata.version("torch").split(".")[:2]))
 # An older torch records no collectives of gloo: then stacks alone tell, without numbers.

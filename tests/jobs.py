@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ddpkit
-from ddpkit.lab import labs
+from ddpkit.course.lab import labs
 
 FOLDER = Path(__file__).parent / "recorded" / "verdicts"
 

@@ -9,7 +9,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from ddpkit import wire
+from ddpkit.runfolder import wire
 
 # Nothing is judged by these.
 DROPPED = (wire.RANK_PYTHON, wire.BALLAST, wire.PROGRESS, wire.STEP_VALUES, wire.FINAL_VALUES, wire.MEMORY)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit.rank.around import about_rank, choice, loops, may_return_before, may_swallow
+from ddpkit.recorder.source import about_rank, choice, loops, may_return_before, may_swallow
 
 PROGRAM = """\
 if step == 4:

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 import ddpkit
-from ddpkit import machine, magic, wire
 from ddpkit.errors import JobFailed, LaunchError
-from ddpkit.options import LAUNCH_OPTIONS
+from ddpkit.launcher import magic
+from ddpkit.launcher.options import LAUNCH_OPTIONS
+from ddpkit.machine import devices
+from ddpkit.runfolder import wire
 
 
 def refused(pattern: str, *args: Any, **options: Any) -> None:
@@ -49,30 +51,30 @@ def test_nproc(script: Callable[..., str], nproc: Any) -> None:
 
 
 def test_nproc_gpu_without_gpus(script: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "all_gpus", list)
+    monkeypatch.setattr(devices, "all_gpus", list)
     refused("no GPU is visible", script(""), nproc="gpu")
 
 
 def test_backends(script: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     refused('backend "glooo" is not one of gloo, nccl; did you mean "gloo"', script(""), backend="glooo")
     refused('backend "x" is not one of gloo, nccl; use one of them', script(""), env={wire.ENV_BACKEND: "x"})
-    monkeypatch.setattr("ddpkit.options.torch_has_cuda", lambda: False)
+    monkeypatch.setattr("ddpkit.launcher.options.torch_has_cuda", lambda: False)
     refused('2 ranks asked for with backend "nccl", but this torch was built without CUDA', script(""), backend="nccl")
-    monkeypatch.setattr("ddpkit.options.torch_has_cuda", lambda: True)
-    monkeypatch.setattr(machine, "all_gpus", lambda: [machine.Gpu(0, "GPU-a", "H"), machine.Gpu(1, "GPU-b", "H")])
+    monkeypatch.setattr("ddpkit.launcher.options.torch_has_cuda", lambda: True)
+    monkeypatch.setattr(devices, "all_gpus", lambda: [devices.Gpu(0, "GPU-a", "H"), devices.Gpu(1, "GPU-b", "H")])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     asked = r'8 ranks asked for with backend "nccl", but 2 GPUs are visible \(CUDA_VISIBLE_DEVICES=0,1\). Use nproc=2'
     refused(asked, script(""), backend="nccl", nproc=8)
 
 
 def test_visible_gpus_follow_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = [machine.Gpu(i, f"GPU-{c}", "H") for i, c in enumerate("abc")]
-    monkeypatch.setattr(machine, "all_gpus", lambda: gpus)
-    assert machine.visible_gpus(None) == gpus
-    assert machine.visible_gpus("") == []
-    assert [g.index for g in machine.visible_gpus("2,0")] == [2, 0]
-    assert [g.index for g in machine.visible_gpus("GPU-b")] == [1]
-    assert [g.index for g in machine.visible_gpus("1,7,0")] == [1]
+    gpus = [devices.Gpu(i, f"GPU-{c}", "H") for i, c in enumerate("abc")]
+    monkeypatch.setattr(devices, "all_gpus", lambda: gpus)
+    assert devices.visible_gpus(None) == gpus
+    assert devices.visible_gpus("") == []
+    assert [g.index for g in devices.visible_gpus("2,0")] == [2, 0]
+    assert [g.index for g in devices.visible_gpus("GPU-b")] == [1]
+    assert [g.index for g in devices.visible_gpus("1,7,0")] == [1]
 
 
 def test_near_miss_options(script: Callable[..., str]) -> None:

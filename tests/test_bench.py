@@ -10,10 +10,10 @@ import pytest
 from conftest import wait_for
 
 import ddpkit
-from ddpkit.benchview import BenchView, diff
+from ddpkit.course.bench_view import BenchView, diff
+from ddpkit.course.lab import BadLab, Lab, NoSuchLab, labs, parse
+from ddpkit.course.lab import lab as find_lab
 from ddpkit.errors import LaunchError
-from ddpkit.lab import BadLab, Lab, NoSuchLab, labs, parse
-from ddpkit.lab import lab as find_lab
 
 NAME = "unused_parameters"
 PROGRAM = find_lab(NAME).program

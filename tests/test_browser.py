@@ -20,8 +20,8 @@ import pytest
 from conftest import free_port, left_after
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
-from ddpkit import wire
-from ddpkit.lab import lab as find_lab
+from ddpkit.course.lab import lab as find_lab
+from ddpkit.runfolder import wire
 
 # One worker runs them all, with one server and one browser.
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.xdist_group("browser")]

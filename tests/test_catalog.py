@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import ddpkit
-from ddpkit.catalog import KINDS, BadPage, NoSuchPage, Page, page, pages, parse, read_pages
-from ddpkit.lab import lab, labs
+from ddpkit.course.lab import lab, labs
+from ddpkit.diagnosis.pages import KINDS, BadPage, NoSuchPage, Page, page, pages, parse, read_pages
 
 SECTIONS = ["What it means", "Why it happens", "Cures", "NCCL and gloo", "Read on"]
 # What a verdict says that needs no page: there is nothing to explain, or the text of the ranks is asked first.

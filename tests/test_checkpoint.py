@@ -14,8 +14,8 @@ import torch
 
 import ddpkit
 from ddpkit import Run
-from ddpkit.rank.checkpoint import CheckpointError, checked
-from ddpkit.rank.weights import WeightsError, load_weights
+from ddpkit.rank.saving.checkpoint import CheckpointError, checked
+from ddpkit.rank.saving.weights import WeightsError, load_weights
 
 Script = Callable[..., str]
 

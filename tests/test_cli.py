@@ -11,7 +11,7 @@ import pytest
 from conftest import free_port
 
 import ddpkit
-from ddpkit import wire
+from ddpkit.runfolder import wire
 
 pytestmark = pytest.mark.job
 

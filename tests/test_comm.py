@@ -14,8 +14,8 @@ from conftest import RECORDS
 
 import ddpkit
 from ddpkit import Run
-from ddpkit.rank import comm, commfigure, commstats
-from ddpkit.rank.buckets import HostClock, Pass
+from ddpkit.rank.comm import figure, profiler, stats
+from ddpkit.rank.comm.buckets import HostClock, Pass
 
 Script = Callable[..., str]
 MS = 10**6
@@ -37,7 +37,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from ddpkit.rank import report, setup
-from ddpkit.rank.comm import CommProfiler
+from ddpkit.rank.comm.profiler import CommProfiler
 
 class Branches(nn.Module):
     def __init__(self):
@@ -150,8 +150,9 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
-from ddpkit.rank import comm, report, setup
-from ddpkit.rank.comm import CommProfiler
+from ddpkit.rank import report, setup
+from ddpkit.rank.comm import profiler as comm
+from ddpkit.rank.comm.profiler import CommProfiler
 
 class Late(nn.Module):
     s = 0.0
@@ -260,7 +261,7 @@ def test_who_holds_up_the_others_is_named_and_nobody_in_a_healthy_job(script: Sc
     assert zero["slow"]["exposed_ms"] > 50 > one["slow"]["exposed_ms"]
     assert "Rank 1 comes last in" in zero["table"] and "bucket" in zero["table"] and zero["same"] is True
     assert zero["slow"]["ddp"]["comm_ms"] > 0
-    assert commfigure.figure(zero["slow"]).png(50).startswith(b"\x89PNG")
+    assert figure.figure(zero["slow"]).png(50).startswith(b"\x89PNG")
     check_refusals(zero, one)
 
 
@@ -318,10 +319,10 @@ def passing(begin: int, *buckets: tuple[int, int], size: int = 1000, sync: int =
 def stats_of(
     passes: list[Pass], waited: dict[int, list[tuple[float, float]]] | None = None, **more: Any
 ) -> dict[str, Any]:
-    found = commstats.timed(passes, HostClock())
+    found = stats.timed(passes, HostClock())
     base = {"rank": 0, "world_size": 2, "backend": "gloo", "device": "cpu", "passes": len(passes), "note": ""}
     totals = {"bytes": sum(sum(p.sizes) for p in passes), "collectives": None, "ddp": {}}
-    return {**base, **totals, **found, **commstats.by_rank(waited or {}, found["step_ms"]), **more}
+    return {**base, **totals, **found, **stats.by_rank(waited or {}, found["step_ms"]), **more}
 
 
 def test_time_under_way_is_counted_once_and_what_follows_backward_is_exposed() -> None:
@@ -352,17 +353,17 @@ def test_passes_with_other_buckets_and_those_that_broke_off_do_not_count() -> No
 )
 def test_a_straggler_is_who_comes_last_as_a_rule(late: list[int], straggler: int | None) -> None:
     waited = {rank: [(0.0, 2.0 if rank == last else 12.0) for last in late] for rank in range(3)}
-    assert commstats.by_rank(waited, step_ms=40.0)["straggler"] == straggler
+    assert stats.by_rank(waited, step_ms=40.0)["straggler"] == straggler
     # Where nobody loses much, nobody is called that.
-    assert commstats.by_rank(waited, step_ms=100.0)["straggler"] is None
+    assert stats.by_rank(waited, step_ms=100.0)["straggler"] is None
 
 
 def test_waits_for_buffers_count_and_a_rank_that_saw_fewer_passes_is_lined_up_by_the_last() -> None:
     waited = {0: [(0.0, 2.0)] * 10, 1: [(9.0, 2.0)] * 12}
-    found = commstats.by_rank(waited, step_ms=20.0)
+    found = stats.by_rank(waited, step_ms=20.0)
     assert found["straggler"] == 0 and found["ranks"][1] == {"rank": 1, "waited_ms": 9.0, "last_share": 0.0}
     unfinished = {0: [(float("nan"), float("nan"))], 1: [(1.0, 1.0)]}
-    assert commstats.by_rank(unfinished, 1.0) == {"ranks": [], "straggler": None}
+    assert stats.by_rank(unfinished, 1.0) == {"ranks": [], "straggler": None}
 
 
 SLOW = {rank: [(0.0, 2.0 + 30.0 * (rank == 0))] * 10 for rank in range(2)}
@@ -373,7 +374,7 @@ def test_the_table_says_all_of_it() -> None:
     found = stats_of(
         [passing(at, (2, 6), (10, 14)) for at in range(0, 400, 40)], SLOW, collectives=rows, note="A note."
     )
-    assert commstats.table(found) == (
+    assert stats.table(found) == (
         "rank 0 of 2, gloo on cpu: 10 backward passes with gradients of 0.00 MiB, 40.0 ms a step\n"
         "backward 10.0 ms; all-reduce 8.0 ms, 50% of it hidden behind backward, 4.0 ms after it; waits for buffers 0.0 ms\n"
         "\n"
@@ -403,60 +404,60 @@ def test_where_torch_has_forgotten_collectives_or_keeps_none_it_says_so(monkeypa
         }
 
     kept = [entry(number) for number in range(7, 10)]
-    monkeypatch.setattr(comm, "_recorded", lambda since_ns: (kept, 3))
+    monkeypatch.setattr(profiler, "_recorded", lambda since_ns: (kept, 3))
     rows = [{"name": "gloo:broadcast", "count": 3, "bytes": 3 * 48, "ms": None}]
-    assert comm._collectives(0, None) == (rows, "Of the collectives only the last 3 are counted.")
-    monkeypatch.setattr(comm, "_recorded", lambda since_ns: (kept, 8))
-    assert comm._collectives(0, None) == (rows, "")
-    monkeypatch.setattr(comm, "_recorded", lambda since_ns: ([], 0))
-    assert comm._collectives(0, None) == (None, NOT_RECORDED)
+    assert profiler._collectives(0, None) == (rows, "Of the collectives only the last 3 are counted.")
+    monkeypatch.setattr(profiler, "_recorded", lambda since_ns: (kept, 8))
+    assert profiler._collectives(0, None) == (rows, "")
+    monkeypatch.setattr(profiler, "_recorded", lambda since_ns: ([], 0))
+    assert profiler._collectives(0, None) == (None, NOT_RECORDED)
 
 
 # The figure.
 
 
 def test_the_figure_draws_what_was_reported_and_says_it_in_words() -> None:
-    stats = json.loads(json.dumps(stats_of([passing(at, (2, 6), (10, 14)) for at in range(0, 400, 40)], SLOW)))
-    figure = commfigure.figure(stats)
+    told = json.loads(json.dumps(stats_of([passing(at, (2, 6), (10, 14)) for at in range(0, 400, 40)], SLOW)))
+    drawn = figure.figure(told)
     assert (
-        figure.alt
-        == repr(figure)
+        drawn.alt
+        == repr(drawn)
         == (
             "Over the time of one backward pass of rank 0: 2 buckets, 50% of their all-reduce hidden behind backward. "
             "Rank 1 comes last in 100% of the steps, and the others wait up to 30.0 ms for it, 75% of a step."
         )
     )
-    step, waits = figure.figure.axes
+    step, waits = drawn.figure.axes
     assert [label.get_text() for label in step.get_yticklabels()] == [
         "backward",
         "bucket 0, 0.00 MiB",
         "bucket 1, 0.00 MiB",
     ]
     assert [label.get_text() for label in waits.get_yticklabels()] == ["rank 0", "rank 1, straggler"]
-    data, metadata = figure._repr_mimebundle_()
-    assert data["image/png"].startswith(b"\x89PNG") and metadata["image/png"]["alt"] == data["text/plain"] == figure.alt
-    alone = commfigure.figure({**stats, **commstats.by_rank({}, 0.0)})
+    data, metadata = drawn._repr_mimebundle_()
+    assert data["image/png"].startswith(b"\x89PNG") and metadata["image/png"]["alt"] == data["text/plain"] == drawn.alt
+    alone = figure.figure({**told, **stats.by_rank({}, 0.0)})
     assert len(alone.figure.axes) == 1 and alone.alt.endswith("hidden behind backward.")
 
 
 def test_the_figure_is_saved(tmp_path: Path) -> None:
-    commfigure.figure(stats_of([passing(0, (2, 6))])).save(tmp_path / "comm.svg")
+    figure.figure(stats_of([passing(0, (2, 6))])).save(tmp_path / "comm.svg")
     assert "1 bucket, " in (tmp_path / "comm.svg").read_text()
 
 
 def test_without_a_bucket_it_is_said_why() -> None:
     with pytest.raises(LookupError, match=r"timed no bucket in 0 backward passes. Call it after some steps"):
-        commfigure.figure(stats_of([]))
+        figure.figure(stats_of([]))
     with pytest.raises(LookupError, match=r"timed no bucket in 0 backward passes. There is a hook."):
-        commfigure.figure(stats_of([], note="There is a hook."))
+        figure.figure(stats_of([], note="There is a hook."))
 
 
 def test_the_figure_needs_no_torch_and_says_what_to_install() -> None:
     stats = stats_of([passing(0, (2, 6))])
     code = (
-        "import sys; from ddpkit.rank import commfigure\n"
-        f"stats = {stats!r}\ncommfigure.figure(stats)\nprint('torch' in sys.modules)\n"
-        "sys.modules['matplotlib.figure'] = None\ncommfigure.figure(stats)"
+        "import sys; from ddpkit.rank.comm import figure\n"
+        f"stats = {stats!r}\nfigure.figure(stats)\nprint('torch' in sys.modules)\n"
+        "sys.modules['matplotlib.figure'] = None\nfigure.figure(stats)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n"
@@ -471,7 +472,7 @@ def test_on_a_gpu_the_streams_tell_the_time(script: Script) -> None:
         from torch import nn
         from torch.nn.parallel import DistributedDataParallel as DDP
         from ddpkit.rank import report, setup
-        from ddpkit.rank.comm import CommProfiler
+        from ddpkit.rank.comm.profiler import CommProfiler
 
         with setup() as here:
             net = DDP(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).to(here.device), bucket_cap_mb=40)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ddpkit.config import ConfigError, TrainConfig, validate_config
-from ddpkit.configread import ALIASES, Key
+from ddpkit.settings.read import ALIASES, Key
+from ddpkit.settings.training import ConfigError, TrainConfig, validate_config
 
 KEYS = TrainConfig.keys()
 
@@ -471,7 +471,10 @@ def test_what_is_the_same_training() -> None:
 
 
 def test_another_process_finds_the_same_fingerprint_without_torch() -> None:
-    code = "import sys; from ddpkit.config import TrainConfig; print(TrainConfig(seed=3).fingerprint(), 'torch' in sys.modules)"
+    code = (
+        "import sys; from ddpkit.settings.training import TrainConfig\n"
+        "print(TrainConfig(seed=3).fingerprint(), 'torch' in sys.modules)"
+    )
     for seed in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)

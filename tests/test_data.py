@@ -28,9 +28,9 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, get_worker
 
 import ddpkit
 from ddpkit import Run
-from ddpkit.rank.data import SafeLoader, UnevenData, WorkerDied, WorkerTimedOut, safe_loader
-from ddpkit.rank.loadplan import default_context, default_workers
-from ddpkit.rank.workers import preload_torch
+from ddpkit.rank.loading.loader import SafeLoader, UnevenData, WorkerDied, WorkerTimedOut, safe_loader
+from ddpkit.rank.loading.plan import default_context, default_workers
+from ddpkit.rank.loading.workers import preload_torch
 
 Script = Callable[..., str]
 # A forked worker of an older torch imports for seconds before its first batch.
@@ -467,7 +467,7 @@ def test_a_workers_exception_is_passed_on_as_it_is(count: int) -> None:
 def test_workers_go_with_their_rank(ending: str) -> None:
     code = f"""
 import os, sys, torch, psutil
-from ddpkit.rank.data import safe_loader
+from ddpkit.rank.loading.loader import safe_loader
 loader = safe_loader([0.0] * 100, 4, num_workers=2)
 for batch in loader:
     print(*(child.pid for child in psutil.Process().children()), flush=True)
@@ -485,7 +485,7 @@ def test_workers_go_with_a_rank_that_is_killed_before_torch_watches_it() -> None
     code = """
 import os, time
 from torch.utils.data._utils import worker
-from ddpkit.rank.data import safe_loader
+from ddpkit.rank.loading.loader import safe_loader
 rank, watch = os.getpid(), worker.ManagerWatchdog
 def watch_late():
     while os.getppid() == rank:
@@ -565,7 +565,7 @@ def test_a_worker_that_dies_between_two_epochs_is_missed_in_the_next(retries: in
 def test_a_forkserver_imports_torch_once_unless_the_program_has_said_what_it_imports() -> None:
     before = forkserver._forkserver._preload_modules
     try:
-        for named, expected in ((["__main__"], ["__main__", "ddpkit.rank.batches"]), (["json"], ["json"])):
+        for named, expected in ((["__main__"], ["__main__", "ddpkit.rank.loading.batches"]), (["json"], ["json"])):
             multiprocessing.set_forkserver_preload(named)
             preload_torch()
             assert forkserver._forkserver._preload_modules == expected
@@ -605,7 +605,7 @@ import os, random, signal, sys, time
 import torch, torch.distributed as dist
 from torch.utils.data import Dataset, SequentialSampler
 from ddpkit.rank import report, setup
-from ddpkit.rank.data import UnevenData, WorkerDied, safe_loader
+from ddpkit.rank.loading.loader import UnevenData, WorkerDied, safe_loader
 
 how = sys.argv[1] if len(sys.argv) > 1 else ""
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from test_records import GAVE_UP, PEER_LOST, write_rank, write_run
 
-from ddpkit import Run, wire
-from ddpkit.catalog import pages
-from ddpkit.culprit import Culprit, Verdict
-from ddpkit.diagnosis import Diagnosis, diagnose
-from ddpkit.records import Rank, read_attempts
+from ddpkit import Run
+from ddpkit.diagnosis.pages import pages
+from ddpkit.diagnosis.run import Diagnosis, diagnose
+from ddpkit.runfolder import wire
+from ddpkit.runfolder.ranks import Rank, read_attempts
+from ddpkit.verdict.culprit import Culprit, Verdict
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import ddpkit
-from ddpkit import checks, machine, torchchecks
-from ddpkit.checks import Check
-from ddpkit.examination import Report
+from ddpkit.machine import checks, devices, torch_checks
+from ddpkit.machine.checks import Check
+from ddpkit.machine.examination import Report
 
 # Each of these starts torch twice: one after the other leaves the second core to the jobs that are tested beside it.
 pytestmark = pytest.mark.xdist_group("doctor")
@@ -158,7 +158,7 @@ def test_the_kernels_log_is_read_for_what_the_catalog_knows(monkeypatch: pytest.
         assert found.level == level and page in found.advice, found
 
 
-GPU = machine.Gpu(0, "GPU-1", "NVIDIA H200")
+GPU = devices.Gpu(0, "GPU-1", "NVIDIA H200")
 TOLD: dict[str, Any] = {"torch": "2.13.0", "cuda": "12.6", "hip": None, "backends": ["gloo", "nccl"], "nccl": "2.27.3"}
 SEEN = {"names": ["NVIDIA H200"], "capabilities": ["9.0"], "without_peer_access": [], "error": ""}
 
@@ -175,14 +175,14 @@ SEEN = {"names": ["NVIDIA H200"], "capabilities": ["9.0"], "without_peer_access"
     ],
 )
 def test_a_gpu_machine_is_told_by_what_driver_and_torch_say(
-    monkeypatch: pytest.MonkeyPatch, known: list[machine.Gpu], seen: dict[str, Any], problem: str, name: str, words: str
+    monkeypatch: pytest.MonkeyPatch, known: list[devices.Gpu], seen: dict[str, Any], problem: str, name: str, words: str
 ) -> None:
     """No GPU is here: the answers of the driver and of torch are given, and what is made of them is looked at."""
-    monkeypatch.setattr(torchchecks, "all_gpus", lambda: known)
-    monkeypatch.setattr(torchchecks, "driver_problem", lambda: problem)
-    monkeypatch.setattr(torchchecks, "driver_version", lambda: "550.54, serves CUDA up to 12.4")
+    monkeypatch.setattr(torch_checks, "all_gpus", lambda: known)
+    monkeypatch.setattr(torch_checks, "driver_problem", lambda: problem)
+    monkeypatch.setattr(torch_checks, "driver_version", lambda: "550.54, serves CUDA up to 12.4")
     told = {**TOLD, "gpus": seen, "architectures": ["sm_80", "sm_90"]}
-    lines = {each.name: each for each in torchchecks.gpus(told, {})}
+    lines = {each.name: each for each in torch_checks.gpus(told, {})}
     assert words in lines[name].found, lines
     assert (lines[name].level == "problem") == (words != "1 known to the driver (NVIDIA H200), 1 usable by torch")
 
@@ -197,6 +197,6 @@ def test_the_report_is_text_html_and_json() -> None:
 
 
 def test_the_doctor_is_a_function_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchchecks, "probe", lambda *_: {"error": "no torch", "returncode": 1})
+    monkeypatch.setattr(torch_checks, "probe", lambda *_: {"error": "no torch", "returncode": 1})
     report = ddpkit.doctor({})
     assert isinstance(report, Report) and report.problems[0].name == "torch"

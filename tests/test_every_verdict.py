@@ -12,10 +12,10 @@ import pytest
 from test_records import GAVE_UP, PEER_LOST, write_rank, write_run
 from test_standstill import ENDED, WATCHDOG, evidence
 
-from ddpkit import wire
-from ddpkit.culprit import judge
-from ddpkit.endings import Ending
-from ddpkit.records import Rank, read_attempts
+from ddpkit.runfolder import wire
+from ddpkit.runfolder.ranks import Rank, read_attempts
+from ddpkit.verdict.culprit import judge
+from ddpkit.verdict.endings import Ending
 
 STEP = [("all_reduce", 5), ("all_reduce", 6)]
 LOOKED_AT: dict[str, dict[str, Any]] = {

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from test_records import recorded_run, write_rank, write_run
 
-from ddpkit import Run, wire
-from ddpkit.evidence import first_paragraph, rows, short_file
-from ddpkit.frames import Frame
-from ddpkit.look import gather_stacks, withdraw
-from ddpkit.markup import as_html
+from ddpkit import Run
+from ddpkit.diagnosis.rows import first_paragraph, rows, short_file
+from ddpkit.display.html import as_html
+from ddpkit.runfolder import wire
+from ddpkit.runfolder.frames import Frame
+from ddpkit.watcher.look import gather_stacks, withdraw
 
 SCRIPT = "import torch\nx = torch.ones(1)\ndist.all_reduce(x)\ntime.sleep(1000)\n"
 TOLD = {"told": "SIGTERM", "told_ns": 9 * 10**9, "exitcode": -15, "signal": "SIGTERM"}
@@ -42,7 +43,7 @@ def found(
     wire.write_record(own / wire.COLLECTIVES, {"at_ns": 0, "entries": entries})
     library = f'  File "{LIBRARY}", line 7 in all_reduce\n' if line == 3 else ""
     stack = f'{library}  File "{script}", line {line} in step\n  File "{script}", line 9 in <module>\n'
-    started = f'  File "{Path(wire.__file__).parent}/rank/bootstrap.py", line 1 in run\n'
+    started = f'  File "{Path(wire.__file__).parents[1]}/recorder/bootstrap.py", line 1 in run\n'
     (own / wire.STACK).write_text(f"Thread MainThread (most recent call first):\n{stack}{started}")
 
 
@@ -171,8 +172,8 @@ def test_what_a_rank_wrote_at_its_end_outlives_the_look_before(tmp_path: Path) -
 def test_every_page_opens_with_a_sentence_that_stands_alone() -> None:
     from dataclasses import replace
 
-    from ddpkit.catalog import pages
-    from ddpkit.diagnosis import Diagnosis
+    from ddpkit.diagnosis.pages import pages
+    from ddpkit.diagnosis.run import Diagnosis
 
     blank = Diagnosis("", "", "", None, (), (), "certain", "")
     for page in pages():

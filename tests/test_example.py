@@ -12,8 +12,8 @@ from conftest import TORCH
 from torch.utils.data import DataLoader
 
 import ddpkit
-from ddpkit.config import TrainConfig
-from ddpkit.rank.example import SmallTransformer, SyntheticTokens, datasets, language_model_loss
+from ddpkit.rank.trainer.example import SmallTransformer, SyntheticTokens, datasets, language_model_loss
+from ddpkit.settings.training import TrainConfig
 
 TINY = TrainConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, seq_len=16, dataset_size=256)
 
@@ -167,9 +167,9 @@ def test_replicas_and_shards_train_as_one_process_does(script: Callable[..., str
         """
         import sys, torch
         from torch.nn.parallel import DistributedDataParallel as DDP
-        from ddpkit.config import TrainConfig
+        from ddpkit.settings.training import TrainConfig
         from ddpkit.rank import report, setup
-        from ddpkit.rank.example import SmallTransformer, datasets, language_model_loss
+        from ddpkit.rank.trainer.example import SmallTransformer, datasets, language_model_loss
 
         config = TrainConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, seq_len=16, dropout=0.0)
         texts = datasets(config)[0]

@@ -16,16 +16,17 @@ import pytest
 from nbclient import NotebookClient
 
 import ddpkit
-from ddpkit import exercise, wire
+from ddpkit.course import exercises
+from ddpkit.course.exercises import Task
+from ddpkit.course.grading import NotYet
+from ddpkit.course.lab import patched
+from ddpkit.course.student import start
 from ddpkit.errors import LaunchError
-from ddpkit.exercise import Task
-from ddpkit.grading import NotYet
-from ddpkit.lab import patched
-from ddpkit.student import start
+from ddpkit.runfolder import wire
 
 ROOT = Path(__file__).parents[1]
 WRONG = Path(__file__).parent / "wrong_answers"
-TASKS = exercise.tasks()
+TASKS = exercises.tasks()
 FUNCTIONS = sorted(WRONG.glob("*.py"))
 
 
@@ -33,7 +34,7 @@ def wrong(kind: str) -> list[Any]:
     """A pytest parameter (task, wrong answer) for each answer of this `kind`, "answers" or "programs", in the TOML files."""
     tables = [table for path in sorted(WRONG.glob("*.toml")) for table in tomllib.loads(path.read_text()).items()]
     return [
-        pytest.param(exercise.task(name), answer, id=f"{name}-{answer.get('name', i)}")
+        pytest.param(exercises.task(name), answer, id=f"{name}-{answer.get('name', i)}")
         for name, table in tables
         for i, answer in enumerate(table.get(kind, []))
     ]
@@ -49,7 +50,7 @@ def mine(home: Path) -> None:
 
 def task_of(path: Path) -> Task:
     """The task that a file of wrong_answers, such as t06_2_half.py, answers."""
-    return exercise.task("{}.{}".format(*path.stem[1:].split("_")[:2]))
+    return exercises.task("{}.{}".format(*path.stem[1:].split("_")[:2]))
 
 
 def test_each_task_has_wrong_answers_and_a_place_in_a_solution() -> None:
@@ -64,7 +65,7 @@ def test_each_task_has_wrong_answers_and_a_place_in_a_solution() -> None:
 def test_wrong_evidence_does_not_pass(one: Task, answer: dict[str, Any]) -> None:
     with pytest.raises(NotYet, match=r"called: .*\n.*got: .*\n.*wanted: .*\n.*look next: .*\n.*ddpkit.hint"):
         ddpkit.check(one.name, answer)
-    assert not exercise.State.read().of(one.name)["passed"]
+    assert not exercises.State.read().of(one.name)["passed"]
 
 
 @pytest.mark.job
@@ -128,11 +129,11 @@ def test_the_exercises_are_what_the_solutions_give() -> None:
 
 def test_hints_come_in_three_levels_and_are_counted() -> None:
     said = [ddpkit.hint("02.1").text for _ in range(4)]
-    assert said[:3] == list(exercise.task("02.1").hints) and said[3] == said[2]
+    assert said[:3] == list(exercises.task("02.1").hints) and said[3] == said[2]
     assert ddpkit.hint("02.1", level=1).text == said[0]
     with pytest.raises(LaunchError, match="level=7 is not one of 1 to 3"):
         ddpkit.hint("02.1", level=7)
-    with pytest.raises(exercise.NoSuchTask, match=r"no exercise '2\.1'. Did you mean 02.1"):
+    with pytest.raises(exercises.NoSuchTask, match=r"no exercise '2\.1'. Did you mean 02.1"):
         ddpkit.hint("2.1")
 
 
@@ -158,11 +159,11 @@ def test_an_answer_of_the_wrong_kind_is_told_so() -> None:
 def test_a_rank_that_depends_on_the_seed_cannot_be_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in ("4", "7"):
         monkeypatch.setenv(wire.ENV_SEED, seed)
-        assert exercise.seed() == int(seed)
+        assert exercises.seed() == int(seed)
     monkeypatch.delenv(wire.ENV_SEED)
     assert (
-        exercise.seed()
-        == exercise.seed()
+        exercises.seed()
+        == exercises.seed()
         == json.loads((Path(os.environ[wire.ENV_HOME]) / wire.EXERCISES).read_text())["seed"]
     )
 
@@ -186,5 +187,5 @@ def test_the_students_archive_holds_no_solution(tmp_path: Path) -> None:
     names = subprocess.run(
         [sys.executable, "-m", "zipfile", "-l", "dist/ddp-workbook.zip"], cwd=ROOT, capture_output=True, text=True
     ).stdout
-    assert "exercises/02_reduction_error.ipynb" in names and "ddpkit/launcher.py" in names
+    assert "exercises/02_reduction_error.ipynb" in names and "ddpkit/launcher/launcher.py" in names
     assert "solutions/" not in names and "tests/" not in names

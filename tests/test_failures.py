@@ -12,7 +12,7 @@ import pytest
 from conftest import BLOCKED, RECORDS, left_after, process_of, wait_for_line, wait_until_blocked
 
 import ddpkit
-from ddpkit import wire
+from ddpkit.runfolder import wire
 
 # Every way to fail, in a job forked from the zygote and in one started cold.
 pytestmark = [pytest.mark.job, pytest.mark.usefixtures("way")]

@@ -12,9 +12,10 @@ import pytest
 import torch
 from test_records import write_rank, write_run
 
-from ddpkit import Run, wire
-from ddpkit.rank import failure
-from ddpkit.rank.brought import MOST_SUMMED, number_of
+from ddpkit import Run
+from ddpkit.recorder import failure
+from ddpkit.recorder.values import MOST_SUMMED, number_of
+from ddpkit.runfolder import wire
 
 NAN = float("nan")
 LAST = {"file": "/t.py", "line": 5, "function": "f", "source": "raise Aborted(total)", "own": True}

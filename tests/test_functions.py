@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import ddpkit
-from ddpkit import wire
-from ddpkit.target import resolve
+from ddpkit.launcher.target import resolve
+from ddpkit.runfolder import wire
 
 pytestmark = pytest.mark.job
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import ddpkit
-from ddpkit import machine, options, zygote
 from ddpkit.errors import LaunchError
+from ddpkit.launcher import options
+from ddpkit.machine import devices
+from ddpkit.processes import zygote
 
-GPUS = len(machine.visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))) if options.torch_has_cuda() else 0
+GPUS = len(devices.visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))) if options.torch_has_cuda() else 0
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.job,
@@ -88,7 +90,7 @@ def test_the_warm_process_opens_no_gpu(script: Script, warm_process: None) -> No
     assert warm is not None and rank is not None
     opened = [os.path.realpath(file) for file in Path(f"/proc/{warm.pid}/fd").iterdir()]
     assert not [file for file in opened if file.startswith("/dev/nvidia")]
-    used = machine.device_mib([warm.pid, rank])
+    used = devices.device_mib([warm.pid, rank])
     assert warm.pid not in used and used[rank][1] >= 256
     assert run.wait().ok and run.warm, f"{run}\n{run.started}"
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 import ddpkit
-from ddpkit import recordings, wire
-from ddpkit.catalog import NoSuchPage
+from ddpkit.course import recordings
+from ddpkit.diagnosis.pages import NoSuchPage
+from ddpkit.runfolder import wire
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -10,7 +10,7 @@ import torch
 
 import ddpkit
 from ddpkit import Run
-from ddpkit.rank import deadline, guard
+from ddpkit.rank.guarding import deadline, guard
 
 pytestmark = pytest.mark.job
 Script = Callable[..., str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpkit.hashseed import orders_by_hash
+from ddpkit.launcher.hashseed import orders_by_hash
 
 
 @pytest.mark.parametrize(

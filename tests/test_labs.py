@@ -11,10 +11,10 @@ import pytest
 from conftest import RECORDS, left_after
 
 import ddpkit
-from ddpkit import lab as labs
-from ddpkit import wire
-from ddpkit.lab import Lab, Remedy
-from ddpkit.trial import Trials
+from ddpkit.course import lab as labs
+from ddpkit.course.lab import Lab, Remedy
+from ddpkit.course.trial import Trials
+from ddpkit.runfolder import wire
 
 ALL = labs.labs()
 # Of these an older torch, which records no collectives of gloo, tells less, or dies of something else.

@@ -19,12 +19,12 @@ from test_diagnosis import REAL, VICTIMS
 
 import ddpkit
 from ddpkit import LogError, diagnose
-from ddpkit.catalog import page, pages
-from ddpkit.culprit import Culprit
-from ddpkit.diagnosis import HEALTHY, UNKNOWN
-from ddpkit.literals import required
-from ddpkit.logcause import OF_ANOTHER
-from ddpkit.loglines import Source, chunks, sources
+from ddpkit.diagnosis.log.causes import OF_ANOTHER
+from ddpkit.diagnosis.log.lines import Source, chunks, sources
+from ddpkit.diagnosis.log.literals import required
+from ddpkit.diagnosis.pages import page, pages
+from ddpkit.diagnosis.run import HEALTHY, UNKNOWN
+from ddpkit.verdict.culprit import Culprit
 
 RECORDED = Path(__file__).with_name("recorded")
 DOCUMENTED = tomllib.loads(Path(__file__).with_name("documented.toml").read_text())["message"]
@@ -473,7 +473,7 @@ def test_a_million_lines_alike_cost_no_memory(tmp_path: Path) -> None:
 
 def test_a_log_that_tells_of_failures_all_along_is_judged_by_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not after each of them can all be read that follows: what comes much later shows that the job went on."""
-    monkeypatch.setattr("ddpkit.logscan.MOST_AFTERMATH", 500)
+    monkeypatch.setattr("ddpkit.diagnosis.log.scan.MOST_AFTERMATH", 500)
     dice = random.Random(0)
     noise = []
     for step in range(4000):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit import look, wire
-from ddpkit.records import Rank
+from ddpkit.runfolder import wire
+from ddpkit.runfolder.ranks import Rank
+from ddpkit.watcher import look
 
 
 def answering(folder: Path, after_s: float | None) -> Rank:

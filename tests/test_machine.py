@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpkit import machine
+from ddpkit.machine import devices
 
 
 class Driver:
@@ -34,26 +34,26 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_driver", Driver)
+    monkeypatch.setattr(devices, "_driver", Driver)
 
 
 def test_gpus_and_their_order(driver: None) -> None:
-    assert [g.uuid for g in machine.visible_gpus(None)] == ["GPU-a", "GPU-b"]
-    assert [g.index for g in machine.visible_gpus("GPU-b,0")] == [1, 0]
+    assert [g.uuid for g in devices.visible_gpus(None)] == ["GPU-a", "GPU-b"]
+    assert [g.index for g in devices.visible_gpus("GPU-b,0")] == [1, 0]
 
 
 def test_a_ranks_device_and_its_memory(driver: None) -> None:
-    used = machine.device_mib([10, 11])
+    used = devices.device_mib([10, 11])
     assert list(used) == [11]
     gpu, mib = used[11]
     assert (gpu.index, mib) == (1, 512.0)
 
 
 def test_how_busy_a_ranks_device_is(driver: None) -> None:
-    assert machine.device_busy([10, 11]) == {11: 0.97}
+    assert devices.device_busy([10, 11]) == {11: 0.97}
 
 
 def test_memory_of_a_process_that_is_gone() -> None:
-    here, gone, never = machine.rss_mib([os.getpid(), 2**22 + 1, None])
+    here, gone, never = devices.rss_mib([os.getpid(), 2**22 + 1, None])
     assert here and here > 1
     assert gone is None and never is None

@@ -14,8 +14,10 @@ from conftest import has_fully_shard
 from test_records import write_rank, write_run
 
 import ddpkit
-from ddpkit import Run, memoryplot, wire
-from ddpkit.memoryplot import RankMemory, memory
+from ddpkit import Run
+from ddpkit.display import memory_plot
+from ddpkit.display.memory_plot import RankMemory, memory
+from ddpkit.runfolder import wire
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="on the CPU a budget takes Linux")
 Script = Callable[..., str]
@@ -287,7 +289,7 @@ def test_a_rank_that_ran_out_is_drawn_with_its_budget(script: Script) -> None:
     zero, one = memory(run)
     assert one.ran_out and not zero.ran_out
     assert 30 < one.peak_mib < 42 and one.rest_mib > 30
-    figure = memoryplot.draw(Run.from_folder(run.folder))
+    figure = memory_plot.draw(Run.from_folder(run.folder))
     assert figure.alt == (
         "The memory of train. rank 0 stayed within its budget of 40 MiB, filled mostly by activations and the rest; "
         "rank 1 ran out of its budget of 40 MiB, filled mostly by activations and the rest."
@@ -340,7 +342,7 @@ def test_the_last_budget_counts_and_a_torn_line_does_not(tmp_path: Path) -> None
     assert (first.budget_mib, first.peak_mib, first.used_mib) == (64, 5, ())
     assert second.steps == (2, 3, 4) and second.used_mib == (20, 30, 40)
     assert second.rest_mib == 22 and second.filled_by == "optimizer state"
-    figure = memoryplot.draw(Run.from_folder(tmp_path))
+    figure = memory_plot.draw(Run.from_folder(tmp_path))
     assert len(figure.figure.axes) == 2
     assert [label.get_text() for label in figure.figure.axes[0].get_yticklabels()] == ["rank 0", "rank 1"]
     assert figure.png(50).startswith(b"\x89PNG")
@@ -355,14 +357,14 @@ def test_without_a_record_it_is_said_how_to_make_one(tmp_path: Path) -> None:
     write_run(tmp_path)
     write_rank(tmp_path, 0, exitcode=0)
     with pytest.raises(LookupError, match=r"no rank wrote down its memory; call ddpkit.rank.memory_budget\(None\)"):
-        memoryplot.draw(Run.from_folder(tmp_path))
+        memory_plot.draw(Run.from_folder(tmp_path))
 
 
 def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path) -> None:
     write_run(tmp_path)
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        f"from ddpkit import Run, memoryplot\nmemoryplot.draw(Run.from_folder({str(tmp_path)!r}))"
+        f"from ddpkit import Run\nfrom ddpkit.display import memory_plot\nmemory_plot.draw(Run.from_folder({str(tmp_path)!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "matplotlib is not installed in this environment; pip install matplotlib." in done.stderr

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 import ddpkit
-from ddpkit import Run, wire
-from ddpkit.rank import MemoryMonitor, usage
+from ddpkit import Run
+from ddpkit.rank import MemoryMonitor
+from ddpkit.rank.memory import usage
+from ddpkit.runfolder import wire
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="on the CPU a budget takes Linux")
 Script = Callable[..., str]

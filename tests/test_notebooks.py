@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from ddpkit.lab import lab
+from ddpkit.course.lab import lab
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted([*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "solutions").glob("*.ipynb")])

@@ -13,11 +13,12 @@ import pytest
 from conftest import BLOCKED, needs_record, wait_for, wait_for_line
 
 import ddpkit
-from ddpkit import folders, target, wire
-from ddpkit.evidence import Row, Standstill
-from ddpkit.sink import Line, Now
-from ddpkit.tail import LONGEST_LINE, Tail, clean
-from ddpkit.terminal import TextSink
+from ddpkit.diagnosis.rows import Row, Standstill
+from ddpkit.display.sink import Line, Now
+from ddpkit.display.terminal import TextSink
+from ddpkit.launcher import target
+from ddpkit.runfolder import folders, wire
+from ddpkit.watcher.tail import LONGEST_LINE, Tail, clean
 
 
 class Recorder:
@@ -51,7 +52,7 @@ class Recorder:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Makes the next launches speak to this sink."""
     sink = Recorder()
-    monkeypatch.setattr("ddpkit.notebook.sink_for", lambda show: sink)
+    monkeypatch.setattr("ddpkit.display.notebook.sink_for", lambda show: sink)
     return sink
 
 

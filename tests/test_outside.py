@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpkit import outside
+from ddpkit.watcher import program_text
 
 
 def _lock(path: Path) -> None:
@@ -30,10 +30,10 @@ def test_what_is_sent_and_received_below_a_line_is_ahead_of_it() -> None:
         dist.recv(x, 1)
         """
     )
-    assert outside.exchanges_ahead(program, 4) == ["send"]
-    assert outside.exchanges_ahead(program, 6) == []
-    assert outside.exchanges_ahead(program, 7) == ["recv"]
-    assert outside.exchanges_ahead("no program (", 1) == []
+    assert program_text.exchanges_ahead(program, 4) == ["send"]
+    assert program_text.exchanges_ahead(program, 6) == []
+    assert program_text.exchanges_ahead(program, 7) == ["recv"]
+    assert program_text.exchanges_ahead("no program (", 1) == []
 
 
 def test_the_holder_of_a_lock_is_told_of_all_that_wait_for_it(tmp_path: Path) -> None:
@@ -46,14 +46,14 @@ def test_the_holder_of_a_lock_is_told_of_all_that_wait_for_it(tmp_path: Path) ->
             waiter.start()
         wanted = {waiter.pid: os.getpid() for waiter in waiters}
         try:
-            while not wanted.items() <= (found := outside.locked_by({})).items():
+            while not wanted.items() <= (found := program_text.locked_by({})).items():
                 assert all(waiter.is_alive() for waiter in waiters), found
         finally:
             fcntl.flock(held, fcntl.LOCK_UN)
     for waiter in waiters:
         waiter.join()
         assert waiter.exitcode == 0
-    assert not wanted.keys() & outside.locked_by({}).keys()
+    assert not wanted.keys() & program_text.locked_by({}).keys()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_lock_that_is_asked_for_again_and_again(tmp_path: Path, where: str, wa
         local = {"name": "lock_filename", "repr": f'"{path}"'}
         frames = [{"name": "BaseFileLock.acquire", "filename": f"/site-packages/{where}", "locals": [local]}]
         # Process 1 has no part in it, and stands for one that waits.
-        assert (outside.locked_by({1: [{"frames": frames}]}).get(1) == os.getpid()) == wanted
+        assert (program_text.locked_by({1: [{"frames": frames}]}).get(1) == os.getpid()) == wanted
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,4 @@ def test_a_lock_that_is_asked_for_again_and_again(tmp_path: Path, where: str, wa
 )
 def test_which_sleep_is_between_two_looks_at_something(loop: str, line: int, wanted: bool) -> None:
     source = "def wait():\n" + textwrap.indent(loop, "    ")
-    assert outside.polls(source, line + 1) == wanted
+    assert program_text.polls(source, line + 1) == wanted

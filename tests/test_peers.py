@@ -7,12 +7,12 @@ from collections import deque
 
 import pytest
 
-from ddpkit.rank import peers
+from ddpkit.recorder import messages
 
 
 @pytest.fixture(autouse=True)
 def no_calls_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_called", deque())
+    monkeypatch.setattr(messages, "_called", deque())
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def no_calls_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_call_has_waited_until_its_collective_ended_or_failed(
     error: BaseException | None, asked: dict[str, object], waited: bool
 ) -> None:
-    call = peers.begin_call("all_reduce", asked, raising=False)
+    call = messages.begin_call("all_reduce", asked, raising=False)
     assert not call.waited
     call.end(error)
     assert call.waited == waited
@@ -37,15 +37,15 @@ def test_a_call_has_waited_until_its_collective_ended_or_failed(
 
 def test_a_collective_came_during_each_call_that_was_not_over_by_then() -> None:
     """Of two threads that call at once, either may be the one."""
-    over, main, beside = (peers.begin_call("all_reduce", {}, raising=False) for _ in range(3))
+    over, main, beside = (messages.begin_call("all_reduce", {}, raising=False) for _ in range(3))
     over.end()
     created_ns = time.time_ns() + 1
     main.over_ns = created_ns + 1
-    assert peers.calls()("all_reduce", created_ns) == [main, beside]
-    assert peers.calls()("broadcast", created_ns) == []
+    assert messages.calls()("all_reduce", created_ns) == [main, beside]
+    assert messages.calls()("broadcast", created_ns) == []
 
 
 def test_one_of_objects_is_the_outermost_of_its_calls() -> None:
-    objects = peers.begin_call("all_gather_object", {}, raising=False)
-    inner = peers.begin_call("all_gather", {}, raising=False)
-    assert peers.calls()("all_gather", time.time_ns() + 1) == [objects, inner]
+    objects = messages.begin_call("all_gather_object", {}, raising=False)
+    inner = messages.begin_call("all_gather", {}, raising=False)
+    assert messages.calls()("all_gather", time.time_ns() + 1) == [objects, inner]

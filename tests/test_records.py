@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddpkit import Run, wire
+from ddpkit import Run
+from ddpkit.runfolder import wire
 
 PEER_LOST = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "

@@ -18,9 +18,10 @@ import pytest
 from conftest import HAS_NCCL, free_port
 
 import ddpkit
-from ddpkit import diagnose, wire
-from ddpkit.rank import backends
-from ddpkit.rank.rollcall import Facts
+from ddpkit import diagnose
+from ddpkit.rank.joining import backends
+from ddpkit.rank.joining.rollcall import Facts
+from ddpkit.runfolder import wire
 
 pytestmark = pytest.mark.job
 NO_NCCL = "sees 0 GPUs, and its LOCAL_RANK is 0" if HAS_NCCL else "has a torch without NCCL"

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from test_bad_input import refused
 
 import ddpkit
-from ddpkit import machine, magic, wire
-from ddpkit.options import SHARED_GPU
-from ddpkit.rank import backends, process_group
-from ddpkit.rank.environment import Place
+from ddpkit.launcher import magic
+from ddpkit.launcher.options import SHARED_GPU
+from ddpkit.machine import devices
+from ddpkit.rank.joining import backends, process_group
+from ddpkit.rank.joining.environment import Place
+from ddpkit.runfolder import wire
 
 Script = Callable[..., str]
 
@@ -37,10 +39,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Has this machine seem to have so many GPUs, and a torch for them."""
     for name in ("CUDA_VISIBLE_DEVICES", wire.ENV_BACKEND, wire.ENV_SHARE_GPU, "NCCL_HOSTID", *SHARED_GPU):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("ddpkit.options.torch_has_cuda", lambda: True)
+    monkeypatch.setattr("ddpkit.launcher.options.torch_has_cuda", lambda: True)
 
     def there_are(count: int) -> None:
-        monkeypatch.setattr(machine, "all_gpus", lambda: [machine.Gpu(i, f"GPU-{i}", "H") for i in range(count)])
+        monkeypatch.setattr(devices, "all_gpus", lambda: [devices.Gpu(i, f"GPU-{i}", "H") for i in range(count)])
 
     there_are(1)
     return there_are
@@ -63,7 +65,7 @@ def test_what_cannot_be_shared_is_one_sentence(script: Script, gpus: Gpus, monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     none = r"share_gpu=True asked for, but 0 GPUs are visible \(CUDA_VISIBLE_DEVICES=\). Use backend=.gloo. without it"
     refused(none, path, share_gpu=True)
-    monkeypatch.setattr("ddpkit.options.torch_has_cuda", lambda: False)
+    monkeypatch.setattr("ddpkit.launcher.options.torch_has_cuda", lambda: False)
     refused("share_gpu=True asked for, but this torch was built without CUDA. Use backend", path, share_gpu=True)
 
 

@@ -26,7 +26,8 @@ from conftest import left_after, process_of
 from matrix import CASES, untrue
 
 import ddpkit
-from ddpkit import wire, zygote
+from ddpkit.processes import zygote
+from ddpkit.runfolder import wire
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 

@@ -13,7 +13,7 @@ from conftest import RECORDS, wait_for, wait_for_line
 from matrix import INIT, PREAMBLE
 
 import ddpkit
-from ddpkit import wire
+from ddpkit.runfolder import wire
 
 pytestmark = [pytest.mark.job, pytest.mark.usefixtures("warm_process")]
 
@@ -194,7 +194,7 @@ def test_an_init_that_waits_is_not_disturbed_by_the_look(script: Callable[..., s
 
 
 def test_without_py_spy_faulthandler_tells(script: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpkit.look.spied_threads", lambda pids: {})
+    monkeypatch.setattr("ddpkit.watcher.look.spied_threads", lambda pids: {})
     run = begun(
         script(PREAMBLE + INIT + "if rank == 1: time.sleep(1000)\ndist.barrier()\n"), wait=True, stop_on_stall=True
     )

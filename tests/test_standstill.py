@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from test_records import GAVE_UP, PEER_LOST, write_rank, write_run
 
-from ddpkit import Run, wire
-from ddpkit.culprit import judge
-from ddpkit.endings import Ending
+from ddpkit import Run
+from ddpkit.runfolder import wire
+from ddpkit.verdict.culprit import judge
+from ddpkit.verdict.endings import Ending
 
 ENDED = {"exitcode": -15, "signal": "SIGTERM", "told": "SIGTERM", "told_ns": 9 * 10**9}
 WATCHDOG = (

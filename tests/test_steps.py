@@ -8,7 +8,7 @@ import pytest
 from conftest import has_fully_shard
 
 import ddpkit
-from ddpkit import steps, wire
+from ddpkit.runfolder import steps, wire
 
 pytestmark = pytest.mark.job
 

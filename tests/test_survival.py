@@ -16,8 +16,8 @@ from conftest import wait_for
 from survival import EVERY, FAULTS, Fault, Outcome, lost, outcome, resumed_from, trained, undisturbed
 
 import ddpkit
-from ddpkit import wire
-from ddpkit.rank.faults import KINDS
+from ddpkit.rank.trainer.faults import KINDS
+from ddpkit.runfolder import wire
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 

@@ -11,9 +11,10 @@ from conftest import needs_record
 from test_evidence import TOLD, found, hung_run
 from test_records import recorded_run, write_rank, write_run
 
-from ddpkit import Run, wire
-from ddpkit.evidence import rows
-from ddpkit.timeline import Lane, lanes
+from ddpkit import Run
+from ddpkit.diagnosis.rows import rows
+from ddpkit.display.timeline import Lane, lanes
+from ddpkit.runfolder import wire
 
 
 def drawn(run: Run) -> tuple[Lane, ...]:

@@ -14,34 +14,37 @@ import typer
 from test_records import write_rank, write_run
 from typer.testing import CliRunner
 
-from ddpkit import Run, machine, smokecli, wire
-from ddpkit.config import TrainConfig
+from ddpkit import Run
 from ddpkit.errors import LaunchError
-from ddpkit.smokecli import smoke
-from ddpkit.traincli import CONTEXT, TEST, train
+from ddpkit.launcher import smoke_command
+from ddpkit.launcher.smoke_command import smoke
+from ddpkit.launcher.train_command import CONTEXT, TEST, train
+from ddpkit.machine import devices
+from ddpkit.runfolder import wire
+from ddpkit.settings.training import TrainConfig
 
 app = typer.Typer(add_completion=False)
 app.command(context_settings=CONTEXT)(train)
 app.command()(smoke)
 
-TWO = [machine.Gpu(0, "GPU-a", "H"), machine.Gpu(1, "GPU-b", "H")]
+TWO = [devices.Gpu(0, "GPU-a", "H"), devices.Gpu(1, "GPU-b", "H")]
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[machine.Gpu]], None]:
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[devices.Gpu]], None]:
     """Has this machine seem to have these GPUs, and a torch for them if there are any."""
     for name in ("CUDA_VISIBLE_DEVICES", wire.ENV_BACKEND):
         monkeypatch.delenv(name, raising=False)
 
-    def there_are(found: list[machine.Gpu]) -> None:
-        monkeypatch.setattr(machine, "all_gpus", lambda: found)
-        monkeypatch.setattr("ddpkit.options.torch_has_cuda", lambda: bool(found))
+    def there_are(found: list[devices.Gpu]) -> None:
+        monkeypatch.setattr(devices, "all_gpus", lambda: found)
+        monkeypatch.setattr("ddpkit.launcher.options.torch_has_cuda", lambda: bool(found))
 
     there_are([])
     return there_are
 
 
-Gpus = Callable[[list[machine.Gpu]], None]
+Gpus = Callable[[list[devices.Gpu]], None]
 
 
 def dry(*words: str) -> tuple[list[str], str]:
@@ -99,7 +102,7 @@ def test_gpus_that_are_not_there_are_one_sentence(gpus: Gpus) -> None:
 
 
 def test_a_driver_without_a_gpu_that_may_be_used(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpkit.options.torch_has_cuda", lambda: True)
+    monkeypatch.setattr("ddpkit.launcher.options.torch_has_cuda", lambda: True)
     assert refused("-g", "0") == "train: --gpus 0 asks for 0, but no GPU is visible here; name others, or use --cpu."
 
 
@@ -278,18 +281,18 @@ def test_smoke_reads_the_first_step_that_failed(tmp_path: Path) -> None:
         logs.mkdir(parents=True)
         (logs / "stdout.log").write_text(printed)
         (logs / "stderr.log").write_text(complained)
-    first, *_ = smokecli.advice(Run.from_folder(tmp_path))
+    first, *_ = smoke_command.advice(Run.from_folder(tmp_path))
     assert first == "step 3 of 6 (init) failed on rank 1. During init: the network."
     for log in tmp_path.glob("logs/*/*/*/stderr.log"):
         log.write_text("")
-    first, *_ = smokecli.advice(Run.from_folder(tmp_path))
+    first, *_ = smoke_command.advice(Run.from_folder(tmp_path))
     assert first == "the last step that was done is 2 of 6 (versions); no rank could say what failed."
     for log in tmp_path.glob("logs/*/*/*/stdout.log"):
         log.write_text("")
-    assert smokecli.advice(Run.from_folder(tmp_path))[0] == "no step was done; no rank could say what failed."
+    assert smoke_command.advice(Run.from_folder(tmp_path))[0] == "no step was done; no rank could say what failed."
 
 
 def test_the_steps_are_those_of_the_test_itself() -> None:
-    text = (Path(smokecli.__file__).parent / "rank" / "smoke.py").read_text()
+    text = (Path(smoke_command.__file__).parents[1] / "rank" / "smoke.py").read_text()
     said = dict(re.findall(r'said\((\d), f?"([^:"]+):', text))
-    assert [said[str(number)] for number in range(1, 7)] == list(smokecli.STEPS)
+    assert [said[str(number)] for number in range(1, 7)] == list(smoke_command.STEPS)

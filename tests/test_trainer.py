@@ -11,8 +11,8 @@ from conftest import has_fully_shard
 from survival import FAULTS, SIZES, Fault, outcome, parameters, trained
 
 import ddpkit
-from ddpkit.rank.faults import Fault as Injected
-from ddpkit.rank.progress import lost_workers, slow_ranks
+from ddpkit.rank.trainer.faults import Fault as Injected
+from ddpkit.rank.trainer.progress import lost_workers, slow_ranks
 
 pytestmark = [pytest.mark.job, pytest.mark.xdist_group("trainer")]
 Script = Callable[..., str]
@@ -151,7 +151,7 @@ COUNTED = """
 import sys, torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 from ddpkit.rank import SmallTransformer, TrainConfig, Trainer, report, setup
-from ddpkit.rank.example import language_model_loss
+from ddpkit.rank.trainer.example import language_model_loss
 
 WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from conftest import wait_for
 
-from ddpkit.diagnosis import Diagnosis
-from ddpkit.evidence import Row, Standstill
-from ddpkit.failures import Failure
-from ddpkit.frames import Frame
-from ddpkit.records import Rank
-from ddpkit.sink import Line, Now, RankNow
-from ddpkit.view import GAP, MOST_PENDING, MOST_REMEMBERED, MOST_SAMPLES, Lane, RunView, hear_clicks_while_busy
+from ddpkit.diagnosis.rows import Row, Standstill
+from ddpkit.diagnosis.run import Diagnosis
+from ddpkit.display.sink import Line, Now, RankNow
+from ddpkit.display.view import GAP, MOST_PENDING, MOST_REMEMBERED, MOST_SAMPLES, Lane, RunView, hear_clicks_while_busy
+from ddpkit.runfolder.failures import Failure
+from ddpkit.runfolder.frames import Frame
+from ddpkit.runfolder.ranks import Rank
 
 
 def ended_rank(number: int, words: str = "passed", role: str = "passed", failure: Failure | None = None) -> Rank:

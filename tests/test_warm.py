@@ -22,9 +22,10 @@ import pytest
 from conftest import BLOCKED, process_of, wait_for, wait_for_line
 
 import ddpkit
-from ddpkit import wire, zygote
-from ddpkit.client import Connection
-from ddpkit.magic import torchrun
+from ddpkit.launcher.magic import torchrun
+from ddpkit.processes import zygote
+from ddpkit.processes.forked_client import Connection
+from ddpkit.runfolder import wire
 
 PACKAGE = Path(ddpkit.__file__).parent
 
@@ -474,7 +475,7 @@ def test_a_zygote_that_cannot_start_is_tried_twice_and_no_more(home: Path) -> No
     (home / "hello.py").write_text("print('hello')\n")
     code = """
 import ddpkit
-from ddpkit import zygote
+from ddpkit.processes import zygote
 for _ in range(3):
     run = ddpkit.launch("hello.py", show=False, timeout=120)
 print(run.cold_because, zygote._failed)
@@ -553,7 +554,8 @@ def test_ranks_start_cold_where_the_zygote_has_died_since(script: Callable[..., 
 
 def in_a_kernel(code: str, **env: str) -> subprocess.Popen[str]:
     """A process that launches a job of its own, prints what `code` says and then waits for its stdin to close."""
-    code = f"import ddpkit, os, sys\nfrom ddpkit import zygote\n{textwrap.dedent(code)}\nsys.stdout.flush()\nsys.stdin.read()"
+    start = "import ddpkit, os, sys\nfrom ddpkit.processes import zygote\n"
+    code = f"{start}{textwrap.dedent(code)}\nsys.stdout.flush()\nsys.stdin.read()"
     return subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, **env},

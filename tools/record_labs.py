@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import ddpkit
-from ddpkit import wire
-from ddpkit.lab import Lab, labs
+from ddpkit.course.lab import Lab, labs
+from ddpkit.runfolder import wire
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from matrix import CASES  # type: ignore[import-not-found]
 
-from ddpkit.lab import labs
+from ddpkit.course.lab import labs
 
 ABREAST = 3
 LONGEST_S = 25

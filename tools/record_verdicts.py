@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import recording  # type: ignore[import-not-found]
 from jobs import FOLDER, Job, jobs, launched  # type: ignore[import-not-found]
 
-from ddpkit import wire
+from ddpkit.runfolder import wire
 
 ABREAST = 3
 

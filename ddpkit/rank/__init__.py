@@ -6,39 +6,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpkit.config import ConfigError, TrainConfig, validate_config
+    from ddpkit.settings.training import ConfigError, TrainConfig, validate_config
 
-    from .checkpoint import Checkpoints
-    from .comm import CommProfiler
-    from .data import SafeLoader, UnevenData, WorkerDied, WorkerTimedOut, safe_loader
-    from .deadline import Deadline
-    from .example import SmallTransformer, SyntheticTokens
-    from .guard import all_finite, check_replicas, check_steps, unused_parameters
+    from .comm.profiler import CommProfiler
+    from .guarding.deadline import Deadline
+    from .guarding.guard import all_finite, check_replicas, check_steps, unused_parameters
+    from .joining.process_group import Here, setup
+    from .loading.loader import SafeLoader, UnevenData, WorkerDied, WorkerTimedOut, safe_loader
     from .logs import log_to
-    from .memory import Budget, is_out_of_memory, memory_budget
-    from .monitor import MemoryMonitor
-    from .process_group import Here, setup
+    from .memory.budget import Budget, is_out_of_memory, memory_budget
+    from .memory.monitor import MemoryMonitor
     from .reports import report
-    from .trainer import Outcome, Trainer
+    from .saving.checkpoint import Checkpoints
+    from .saving.weights import load_weights
+    from .trainer.example import SmallTransformer, SyntheticTokens
+    from .trainer.loop import Outcome, Trainer
     from .training import train
-    from .weights import load_weights
 
 _HOMES = {
-    "process_group": ("setup", "Here"),
+    "joining.process_group": ("setup", "Here"),
     "logs": ("log_to",),
     "reports": ("report",),
-    "memory": ("memory_budget", "Budget", "is_out_of_memory"),
-    "monitor": ("MemoryMonitor",),
-    "data": ("safe_loader", "SafeLoader", "WorkerDied", "WorkerTimedOut", "UnevenData"),
-    "guard": ("check_steps", "check_replicas", "all_finite", "unused_parameters"),
-    "deadline": ("Deadline",),
-    "checkpoint": ("Checkpoints",),
-    "weights": ("load_weights",),
-    "comm": ("CommProfiler",),
-    "example": ("SmallTransformer", "SyntheticTokens"),
-    "trainer": ("Trainer", "Outcome"),
+    "memory.budget": ("memory_budget", "Budget", "is_out_of_memory"),
+    "memory.monitor": ("MemoryMonitor",),
+    "loading.loader": ("safe_loader", "SafeLoader", "WorkerDied", "WorkerTimedOut", "UnevenData"),
+    "guarding.guard": ("check_steps", "check_replicas", "all_finite", "unused_parameters"),
+    "guarding.deadline": ("Deadline",),
+    "saving.checkpoint": ("Checkpoints",),
+    "saving.weights": ("load_weights",),
+    "comm.profiler": ("CommProfiler",),
+    "trainer.example": ("SmallTransformer", "SyntheticTokens"),
+    "trainer.loop": ("Trainer", "Outcome"),
     "training": ("train",),
-    "ddpkit.config": ("TrainConfig", "ConfigError", "validate_config"),
+    "ddpkit.settings.training": ("TrainConfig", "ConfigError", "validate_config"),
 }
 
 __all__ = [
@@ -80,6 +80,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ddpkit.rank' has no attribute {name!r}; it offers {', '.join(__all__)}")
     from importlib import import_module
 
-    value = getattr(import_module(home if "." in home else f".{home}", __name__), name)
+    value = getattr(import_module(home if home.startswith("ddpkit.") else f".{home}", __name__), name)
     globals()[name] = value
     return value

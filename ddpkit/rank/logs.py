@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from ddpkit import wire
-
-from . import environment
+from ddpkit.rank.joining import environment
+from ddpkit.runfolder import wire
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 

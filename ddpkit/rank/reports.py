@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any
 
-from ddpkit import wire
+from ddpkit.runfolder import wire
 
 
 def report(**values: Any) -> None:

@@ -1,7 +1,7 @@
 """`python -m ddpkit.rank.smoke`: the smallest communication test, without any training code, in six steps.
 
 It runs under torchrun, under `ddpkit.launch("ddpkit.rank.smoke")` and as one plain process, which shows what the machine
-does without communication. `process_group.py` does the work; here each step is said, and at a failure where to look.
+does without communication. `joining/process_group.py` does the work; here each step is said, and at a failure where to look.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from . import environment
-from .environment import Place
-from .process_group import Here, setup
+from ddpkit.rank.joining import environment
+from ddpkit.rank.joining.environment import Place
+from ddpkit.rank.joining.process_group import Here, setup
 
 # By step: what a failure in it is a matter of.
 ADVICE = {

@@ -11,14 +11,14 @@ from collections.abc import Sized
 from dataclasses import asdict, replace
 from typing import Any
 
-from ddpkit.config import ConfigError, TrainConfig
+from ddpkit.rank.joining.process_group import setup
+from ddpkit.rank.logs import log_to
+from ddpkit.rank.memory.budget import memory_budget
+from ddpkit.rank.reports import report
+from ddpkit.settings.training import ConfigError, TrainConfig
 
-from .faults import Fault, inject
-from .logs import log_to
-from .memory import memory_budget
-from .process_group import setup
-from .reports import report
-from .trainer import Outcome, Trainer
+from .trainer.faults import Fault, inject
+from .trainer.loop import Outcome, Trainer
 
 logger = logging.getLogger("ddpkit.rank")
 

@@ -12,7 +12,7 @@ from typing import Any
 from step import PROGRAMS, WATCHDOG, Step, command, main, page_of, told, torchrun, watched
 
 import ddpkit
-from ddpkit.lab import lab
+from ddpkit.course.lab import lab
 
 # What is tried in turn where two ranks do not get through a healthy job: without channels that run side by side.
 SPARING = {"NCCL_MAX_NCHANNELS": "1"}
@@ -41,7 +41,7 @@ def healthy(step: Step) -> None:
 
 def shared(step: Step) -> dict[str, str]:
     """The environment in which plain ranks share a GPU; that of `launch(share_gpu=True)` in other words."""
-    from ddpkit.options import SHARED_GPU
+    from ddpkit.launcher.options import SHARED_GPU
 
     return {} if step.dry else {"HOST_PER_RANK": "1", **SHARED_GPU}
 

@@ -13,7 +13,7 @@ import psutil
 from step import PROGRAMS, Step, command, ddpkit_command, main, needs_gpu, page_of, told
 
 import ddpkit
-from ddpkit import machine
+from ddpkit.machine import devices
 
 ASKED_OF_TORCH = """
 import json, torch
@@ -52,7 +52,7 @@ def versions(step: Step) -> None:
     code, text = command(step, sys.executable, "-c", ASKED_OF_TORCH, limit_s=25)
     assert code == 0, text
     found = {"python": platform.python_version(), **json.loads(text.splitlines()[-1])}
-    found["driver"] = machine.driver_version()
+    found["driver"] = devices.driver_version()
     found["cores"], found["memory_gib"] = os.cpu_count(), round(psutil.virtual_memory().total / 2**30)
     found["shm_gib"] = round(shutil.disk_usage("/dev/shm").total / 2**30, 1)
     found["interfaces"] = sorted(name for name, state in psutil.net_if_stats().items() if state.isup)
@@ -84,7 +84,7 @@ def live_memory(step: Step) -> None:
     run = ddpkit.launch(PROGRAMS / "holds.py", ["4"], **step.sharing(wait=False))
     most: dict[int, float] = {}
     while run.state == "running":
-        by_pid = machine.device_mib([rank.pid for rank in run.ranks])
+        by_pid = devices.device_mib([rank.pid for rank in run.ranks])
         for rank in run.ranks:
             if rank.pid in by_pid:
                 most[rank.rank] = max(most.get(rank.rank, 0.0), by_pid[rank.pid][1])

@@ -10,8 +10,8 @@ from pathlib import Path
 from step import PROGRAMS, Step, command, main, needs_gpu, page_of, told
 
 import ddpkit
-from ddpkit import wire
-from ddpkit.lab import Lab, Remedy, lab, patched
+from ddpkit.course.lab import Lab, Remedy, lab, patched
+from ddpkit.runfolder import wire
 
 LAB = "out_of_memory_cpu"
 # The lab's 80 MiB are for a CPU. On a GPU its kernels alone take some 30 MiB, so budget and clouds are larger there.

@@ -9,7 +9,8 @@ from pathlib import Path
 from step import PROGRAMS, Step, ddpkit_command, main, torchrun
 
 import ddpkit
-from ddpkit import machine, zygote
+from ddpkit.machine import devices
+from ddpkit.processes import zygote
 
 PAIR, HOLDS = str(PROGRAMS / "pair.py"), PROGRAMS / "holds.py"
 
@@ -56,7 +57,7 @@ def warm_process(step: Step) -> None:
         time.sleep(0.05)
     warm = zygote._current
     pids = {"warm process": warm.pid if warm else None, "rank": run.ranks[0].pid if run.ranks else None}
-    on_gpu = [name for name, pid in pids.items() if pid in machine.device_mib([pid])]
+    on_gpu = [name for name, pid in pids.items() if pid in devices.device_mib([pid])]
     opened = _gpu_files(pids["warm process"])
     run.wait()
     step.see(f"{run.started}; on the GPU: {', '.join(on_gpu) or 'nobody'}; GPU files open: {len(opened)}", files=opened)

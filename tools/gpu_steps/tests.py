@@ -10,8 +10,8 @@ from pathlib import Path
 
 from step import Step, command, main, told
 
-from ddpkit.lab import Lab, lab
-from ddpkit.trial import Trials
+from ddpkit.course.lab import Lab, lab
+from ddpkit.course.trial import Trials
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE_PATH = ("02", "03", "05", "06", "07")

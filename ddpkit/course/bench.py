@@ -1,0 +1,261 @@
+"""`FixBench`: a failure on the bench, from the catalog or from the reader's own run: remedies are chosen, run and compared.
+
+Every button of its view, `bench_view.py`, calls a method of this class; it works without the view as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.display.sink import Sink
+from ddpkit.errors import LaunchError
+from ddpkit.run import Run
+from ddpkit.runfolder import steps
+
+from .lab import Lab, Remedy, fits, lab, labs, patched
+from .trial import Outcome, Trials
+
+if TYPE_CHECKING:
+    from ddpkit.display.picture import Picture
+
+    from .bench_view import BenchView
+
+NOTHING, OWN, RECORDED = "as it is", "your own edit", "as it is, recorded on Linux"
+PREDICTIONS = ("cures", "does not")
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """One run on the bench. `predicted` is what the reader said before it: "cures", "does not", or "" for nothing; `why`
+    says of each remedy in it why it does what it does."""
+
+    tried: str
+    predicted: str
+    outcome: Outcome
+    why: str = ""
+
+    @property
+    def run(self) -> Run:
+        """The run itself, with its ranks, culprit and diagnosis."""
+        return self.outcome.run
+
+    @property
+    def cures(self) -> bool:
+        """Whether it cured; see `Outcome.cures`."""
+        return self.outcome.cures
+
+    @property
+    def apart_by_step(self) -> list[float]:
+        """How far the ranks' parameters were apart after each step that all of them applied, also in a job that failed."""
+        return [round(apart, 6) for apart in steps.apart_by_step(self.run)]
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What stands in its row of the table, the same in every run."""
+        found = self.outcome
+        codes = "".join(f"{rank.exitcode} " for rank in self.run.ranks).strip()
+        return (
+            self.tried,
+            self.predicted or "–",
+            found.words,
+            _said(found.replicas_apart),
+            _said(found.off_one_process) if found.comparable else "not compared",
+            codes,
+        )
+
+    def __repr__(self) -> str:
+        return f"{self.tried} → {self.outcome.words}"
+
+
+class Results(tuple[Result, ...]):
+    """The results of a bench, oldest first; shown as a table that holds nothing that varies from run to run."""
+
+    TITLES = ("remedy", "you said", "verdict", "replicas", "as one process", "exit codes")
+
+    def __repr__(self) -> str:
+        rows = [self.TITLES, *(r.cells for r in self)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(self.TITLES))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    def _repr_html_(self) -> str:
+        left = 'style="text-align:left"'
+        head = "".join(f"<th {left}>{escape(t)}</th>" for t in self.TITLES)
+        body = "".join(
+            "<tr>" + "".join(f"<td {left}>{escape(c)}</td>" for c in result.cells) + "</tr>" for result in self
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+class FixBench:
+    """A failure and its remedies. Shown as the last expression of a cell it is a set of controls; `run()` does the same.
+
+    Args:
+        subject: the name of a lab of the catalog, or a run of your own; then its script is what the remedies edit, with
+            your edits in it, and a remedy that no longer finds its place steps back for an edit of your own.
+        lab: which lab's remedies to offer for a run; by default that of its diagnosis.
+        options: further options of `launch`, such as nproc=4 or timeout=120.
+
+    Where the failure cannot be had on this platform, `why_not_here` says so, and the results hold a recorded run alone.
+
+    Raises:
+        NoSuchLab: no lab has that name, or none goes with that run.
+    """
+
+    def __init__(self, subject: str | Run, lab: str | None = None, **options: Any) -> None:
+        self.lab = _lab_for(subject, lab)
+        self.why_not_here = self.lab.why_not_here()
+        self.script = self.lab.program if isinstance(subject, str) else subject.script
+        self._trials = Trials(self.lab, self.script, options)
+        self._results = [_recorded(self.lab)] if self.why_not_here else []
+        self._busy = threading.Lock()
+        self._view: BenchView | None = None
+        self._live: Run | None = None
+
+    @property
+    def remedies(self) -> tuple[Remedy, ...]:
+        """The remedies of the lab, in the order in which they are offered."""
+        return self.lab.remedies
+
+    @property
+    def results(self) -> Results:
+        """One result per run, oldest first."""
+        return Results(self._results)
+
+    def fits(self, name: str) -> bool:
+        """Whether the remedy called `name` finds its place in the script."""
+        return fits(self.script, self.lab.remedy(name))
+
+    def script_with(self, *names: str) -> str:
+        """The script with the remedies of these names put in.
+
+        Raises:
+            LaunchError: there is no such remedy, it does not fit the script, or two of them edit the same place.
+        """
+        try:
+            return patched(self.script, [e for n in names for e in self.lab.remedy(n).edits])
+        except LaunchError as error:
+            if len(names) == 1 or not all(self.fits(n) for n in names):
+                raise
+            raise LaunchError(f"FixBench: {' and '.join(names)} edit the same lines; {error}") from None
+
+    def run(
+        self, *names: str, edit: str | None = None, predict: str | None = None, show: bool | str | Sink = False
+    ) -> Result:
+        """Run the script with the remedies of these `names`, or the text `edit` instead of it; without either, as it is.
+
+        Args:
+            predict: "cures" or "does not", to stand beside the verdict.
+            show: as for `launch`.
+
+        Raises:
+            LaunchError: a name or prediction is not known, edits clash, the script does not compile, a run goes on, or the
+                failure cannot be had on this platform.
+        """
+        if self.why_not_here:
+            raise LaunchError(f"FixBench: {self.why_not_here} `results` holds a recorded run.")
+        if predict not in (None, *PREDICTIONS):
+            raise LaunchError(f"FixBench: predict={predict!r} is not known; use {' or '.join(map(repr, PREDICTIONS))}.")
+        if names and edit is not None:
+            raise LaunchError(
+                "FixBench: give names of remedies or edit=, not both; `script_with(...)` gives a text to edit."
+            )
+        remedies = [self.lab.remedy(n) for n in names]
+        script = self.script_with(*names) if edit is None else edit
+        if not self._busy.acquire(blocking=False):
+            raise LaunchError("FixBench: a run goes on; wait for it, or stop it.")
+        try:
+            result = self._run(remedies, script, edit is not None, predict or "", show)
+        finally:
+            self._live = None
+            self._busy.release()
+        self._results.append(result)
+        if self._view is not None:
+            self._view.show_results()
+        return result
+
+    def _run(self, remedies: Sequence[Remedy], script: str, own: bool, predict: str, show: Any) -> Result:
+        self._live = self._trials.run(remedies, script=script, show=show, wait=False)
+        try:
+            run = self._live.wait()
+        except KeyboardInterrupt:
+            run = self._live.stop()
+        outcome = self._trials.outcome(run, all(r.keeps for r in remedies))
+        tried = OWN if own else " + ".join(r.title for r in remedies) or NOTHING
+        return Result(tried, predict, outcome, " ".join(r.why for r in remedies))
+
+    def stop(self) -> None:
+        """End the run that goes on, if one does."""
+        if self._live is not None:
+            self._live.stop()
+
+    def compare(self) -> Picture:
+        """A figure of the results: what each remedy passed, and its step's time against the plain run's.
+
+        Raises:
+            LaunchError: nothing has been run yet.
+            ImportError: matplotlib is not installed.
+        """
+        if not self._results:
+            raise LaunchError("FixBench: there is nothing to compare yet; run something first.")
+        from .comparison import draw
+
+        return draw(self.lab.title, self.results)
+
+    def drift(self) -> Picture:
+        """A figure of how far the ranks' parameters were apart after each step, a line for each result.
+
+        Raises:
+            LaunchError: no run has applied a step on every rank yet.
+            ImportError: matplotlib is not installed.
+        """
+        apart = {r.tried: r.apart_by_step for r in self._results if r.apart_by_step}
+        if not apart:
+            raise LaunchError(
+                "FixBench: there is no drift to draw yet; run something that applies a step on every rank."
+            )
+        from .comparison import draw_drift
+
+        return draw_drift(self.lab.title, apart)
+
+    def __repr__(self) -> str:
+        return f"bench: {self.lab.title} · {len(self.remedies)} remedies"
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        if self._view is None:
+            from .bench_view import BenchView
+
+            self._view = BenchView(self)
+        bundle = self._view.box._repr_mimebundle_(**kwargs)
+        data = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
+        return {**data, "text/plain": repr(self)}
+
+
+def _recorded(lab: Lab) -> Result:
+    return Result(RECORDED, "", Outcome(Run.from_folder(lab.recorded), None, None, comparable=False))
+
+
+def _lab_for(subject: str | Run, name: str | None) -> Lab:
+    if isinstance(subject, str):
+        return lab(name or subject)
+    if not isinstance(subject, Run):
+        raise LaunchError(f"FixBench: {type(subject).__name__} is neither the name of a lab nor a run.")
+    if name is not None:
+        return lab(name)
+    if subject.diagnosis is None:
+        raise LaunchError(f"FixBench: {subject.name} has no diagnosis to choose a lab by; name one: lab=.")
+    found = subject.diagnosis.name
+    named = [one for one in labs() if found in (one.name, one.page)]
+    # Several labs may show one failure in different programs: the one whose remedies find their places.
+    return max(named, key=lambda one: sum(fits(subject.script, r) for r in one.remedies)) if named else lab(found)
+
+
+def _said(difference: float | None) -> str:
+    if difference is None:
+        return "–"
+    return (
+        "equal" if steps.equal(difference) else f"{difference:.2g} off" if difference < float("inf") else "not finite"
+    )

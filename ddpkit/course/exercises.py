@@ -1,0 +1,246 @@
+"""Exercises: reads `tasks/<task>/`, keeps what a student has done, and gives `hint`, `progress` and `reset`.
+
+A task is a folder, t02_1 for task "02.1": `task.toml`, the program it is about, and what an answer is compared with.
+`grading.py` compares.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import time
+import tomllib
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from html import escape
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from ddpkit.errors import LaunchError
+from ddpkit.launcher.target import of_text
+from ddpkit.run import Run
+from ddpkit.runfolder import wire
+from ddpkit.runfolder.folders import home
+
+from .lab import read_program
+
+# The kinds of answer: a run of the mended program, a function, or what was read from the evidence.
+ANSWERS = ("run", "function", "evidence")
+LEVELS = 3
+BAR = 24
+
+
+class NoSuchTask(LookupError):
+    """There is no exercise of that name: what was asked, which there are."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One exercise. `hints` are its three levels; `wants` what evidence must say; the programs are texts, "" where there is none.
+
+    `program` is what is handed out or runs as a mystery, `reference` trains the same in one process, `harness` calls a
+    function that is the answer. `stall` and `timeout` are seconds; `restarts` is how often torchrun starts the ranks anew.
+    """
+
+    name: str
+    title: str
+    answer: str
+    hints: tuple[str, str, str]
+    after: str
+    program: str = ""
+    reference: str = ""
+    harness: str = ""
+    wants: dict[str, Any] = field(default_factory=dict)
+    nproc: int = 2
+    stall: float = 3.0
+    timeout: float = 60.0
+    restarts: int = 0
+
+    def run(self, **options: Any) -> Run:
+        """Launch the task's program with your own seed, its verdict held back; `options` as for `launch`."""
+        from ddpkit.launcher.launcher import start
+        from ddpkit.launcher.options import checked_options
+
+        if not self.program:
+            raise LaunchError(
+                f"task {self.name}: it has no program of its own to run; its notebook says what to write."
+            )
+        show = options.pop("show", True)
+        env = {wire.ENV_SEED: str(seed()), **options.pop("env", {})}
+        limits = {"nproc": self.nproc, "stall": self.stall, "timeout": self.timeout, "stop_on_stall": True}
+        limits |= {"max_restarts": self.restarts}
+        name = f"task_{self.name.replace('.', '_')}"
+        asked: dict[str, Any] = {**limits, "reveal": False, "name": name, **options}
+        return start(of_text(self.program, name), checked_options(env=env, **asked), show=show)
+
+
+def task(name: str) -> Task:
+    """The exercise called `name`, such as "02.1".
+
+    Raises:
+        NoSuchTask: there is none of that name.
+    """
+    known = {one.name: one for one in tasks()}
+    if name in known:
+        return known[name]
+    near = get_close_matches(str(name), known, n=2, cutoff=0.5)
+    meant = f"Did you mean {' or '.join(near)}? " if near else ""
+    raise NoSuchTask(f"there is no exercise {name!r}. {meant}The exercises: {', '.join(known)}.")
+
+
+@cache
+def tasks() -> tuple[Task, ...]:
+    """Every exercise, in order."""
+    folder = files("ddpkit").joinpath("tasks")
+    found = (f for f in folder.iterdir() if f.joinpath("task.toml").is_file()) if folder.is_dir() else ()
+    return tuple(sorted((_read(f) for f in found), key=lambda one: one.name))
+
+
+def hint(name: str, level: int | None = None) -> Hint:
+    """The next hint of exercise `name`, or the one of `level` 1 to 3: where to look, with what, at which line."""
+    asked, state = task(name), State.read()
+    mine = state.of(name)
+    if level is not None and level not in range(1, LEVELS + 1):
+        raise LaunchError(f"hint: level={level!r} is not one of 1 to {LEVELS}.")
+    reached = level or min(LEVELS, mine["hints"] + 1)
+    mine["hints"] = max(mine["hints"], reached)
+    state.write()
+    return Hint(name, reached, asked.hints[reached - 1])
+
+
+@dataclass(frozen=True, repr=False)
+class Hint:
+    """One hint, shown as text, or folded in a notebook."""
+
+    name: str
+    level: int
+    text: str
+
+    def __repr__(self) -> str:
+        more = f'\nddpkit.hint("{self.name}") says more.' if self.level < LEVELS else ""
+        return f"hint {self.level} of {LEVELS} for {self.name}: {self.text}{more}"
+
+    def _repr_html_(self) -> str:
+        title = f"hint {self.level} of {LEVELS} for {escape(self.name)}"
+        return f"<details open><summary>{title}</summary>{escape(self.text)}</details>"
+
+
+def progress() -> Progress:
+    """How far you are: every exercise with its tries, and a bar. Kept below .ddpkit, so it survives a restart."""
+    state = State.read()
+    return Progress(tuple((one, state.of(one.name)) for one in tasks()))
+
+
+@dataclass(frozen=True, repr=False)
+class Progress:
+    """The exercises, each with what was done of it."""
+
+    rows: tuple[tuple[Task, dict[str, Any]], ...]
+
+    @property
+    def solved(self) -> int:
+        """Exercises that have passed."""
+        return sum(bool(mine["passed"]) for _, mine in self.rows)
+
+    def __repr__(self) -> str:
+        total = len(self.rows)
+        filled = round(BAR * self.solved / total) if total else 0
+        lines = [f"{'█' * filled}{'░' * (BAR - filled)} {self.solved} of {total} exercises"]
+        return "\n".join([*lines, *(f"{one.name}  {_done(mine):<24} {one.title}" for one, mine in self.rows)])
+
+    def _repr_html_(self) -> str:
+        total = len(self.rows)
+        bar = (
+            f'<progress max="{total}" value="{self.solved}" aria-label="{self.solved} of {total} exercises"></progress>'
+        )
+        left = 'style="text-align:left"'
+        rows = "".join(
+            f"<tr><td {left}>{one.name}</td><td {left}>{escape(one.title)}</td><td {left}>{_done(mine)}</td></tr>"
+            for one, mine in self.rows
+        )
+        return f"<div>{bar} {self.solved} of {total} exercises</div><table>{rows}</table>"
+
+
+def _done(mine: dict[str, Any]) -> str:
+    tries = f"{mine['tries']} {'try' if mine['tries'] == 1 else 'tries'}"
+    if mine["passed"]:
+        return f"✓ solved, {tries}"
+    return f"open, {tries}" if mine["tries"] else "open"
+
+
+def reset(name: str | None = None) -> Progress:
+    """Forget what was done of exercise `name`, or, without a name, of all of them."""
+    state = State.read()
+    if name is None:
+        state.tasks.clear()
+    else:
+        state.tasks.pop(task(name).name, None)
+    state.write()
+    return progress()
+
+
+def seed() -> int:
+    """The student's own seed: which rank is at fault in a mystery depends on it, so that answers cannot be passed on."""
+    fixed = os.environ.get(wire.ENV_SEED, "")
+    return int(fixed) if fixed.isdigit() else State.read().seed
+
+
+@dataclass
+class State:
+    """What a student has done: a file below .ddpkit, whole or not at all."""
+
+    seed: int
+    tasks: dict[str, dict[str, Any]]
+
+    @classmethod
+    def read(cls) -> State:
+        """What is kept; a new one, with a seed of its own, where there is none yet."""
+        found = wire.read_record(home() / wire.EXERCISES)
+        if found is None:
+            made = cls(random.SystemRandom().randrange(1, 10_000), {})
+            made.write()
+            return made
+        return cls(int(found["seed"]), dict(found["tasks"]))
+
+    def write(self) -> None:
+        """Keep it."""
+        home().mkdir(parents=True, exist_ok=True)
+        wire.write_record(home() / wire.EXERCISES, {"seed": self.seed, "tasks": self.tasks})
+
+    def of(self, name: str) -> dict[str, Any]:
+        """What was done of exercise `name`; a change to it is kept by `write`."""
+        return self.tasks.setdefault(name, {"tries": 0, "hints": 0, "passed": None})
+
+    def note(self, name: str, passed: bool) -> None:
+        """Count a try of exercise `name`."""
+        mine = self.of(name)
+        mine["tries"] += 1
+        mine["passed"] = mine["passed"] or (time.strftime("%Y-%m-%d %H:%M:%S") if passed else None)
+        self.write()
+
+
+def _read(folder: Traversable) -> Task:
+    found = tomllib.loads(folder.joinpath("task.toml").read_text(encoding="utf-8"))
+    texts: dict[str, Any] = {
+        name: read_program(folder.joinpath(f"{name}.py"))
+        for name in ("program", "reference", "harness")
+        if folder.joinpath(f"{name}.py").is_file()
+    }
+    name = re.sub(r"^t(\d+)_(\d+)$", r"\1.\2", folder.name)
+    if found.get("answer") not in ANSWERS or len(found.get("hints", ())) != LEVELS or not all(found["hints"]):
+        raise ValueError(
+            f"tasks/{folder.name}/task.toml: `answer` is one of {', '.join(ANSWERS)}, `hints` are {LEVELS}."
+        )
+    return Task(name=name, **{**found, "hints": tuple(found["hints"])}, **texts)
+
+
+def as_text(value: Any) -> str:
+    """A value as it stands in a sentence."""
+    return json.dumps(value) if isinstance(value, str | dict | list) else str(value)

@@ -1,0 +1,219 @@
+"""`check`: runs an answer again, with another seed and with a fault put in, and says what was called, got and wanted."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ddpkit.errors import LaunchError
+from ddpkit.launcher.launcher import launch
+from ddpkit.run import Run
+from ddpkit.runfolder import steps, wire
+
+from .exercises import State, Task, as_text, seed, task
+from .trial import run_recorded
+
+FAULT = "1:1"
+
+
+class NotYet(AssertionError):
+    """The answer does not hold yet: what was called, what it got, what was wanted, where to look next."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why an answer does not hold."""
+
+    called: str
+    got: str
+    wanted: str
+    look: str
+
+
+@dataclass(frozen=True, repr=False)
+class Passed:
+    """The answer holds; `after` is what there is to say about it now."""
+
+    name: str
+    after: str
+
+    def __repr__(self) -> str:
+        return f"{self.name} holds. {self.after}".strip()
+
+
+# A step of a check: what is being looked at, and whether it is as wanted.
+Step = tuple[str, Finding | None]
+
+
+def check(name: str, answer: Any, nproc: int | None = None) -> Passed:
+    """Check `answer` to exercise `name`: run it again with another seed, and see that it covers nothing up.
+
+    Args:
+        name: such as "02.1".
+        answer: what the exercise asks for: a run of the mended program, a function, or a dict of what the evidence says.
+        nproc: ranks to run it with; by default the exercise's own.
+
+    Raises:
+        NotYet: it does not hold; the text says what was called, got and wanted, and where to look next.
+        NoSuchTask: there is no exercise of that name.
+    """
+    asked = task(name)
+    if answer is None or answer is Ellipsis:
+        raise NotYet(f'{name} has no answer yet.\n  ddpkit.hint("{name}") gives a first hint.')
+    steps_of: dict[str, Callable[..., Iterator[Step]]] = {
+        "run": _of_run,
+        "function": _of_function,
+        "evidence": _of_evidence,
+    }
+    finding = None
+    for what, finding in steps_of[asked.answer](asked, answer, nproc or asked.nproc):
+        print(f"{name}: {what}: {'as wanted' if finding is None else 'not yet'}", flush=True)
+        if finding is not None:
+            break
+    State.read().note(name, finding is None)
+    if finding is None:
+        return Passed(name, asked.after)
+    lines = [("called", finding.called), ("got", finding.got), ("wanted", finding.wanted), ("look next", finding.look)]
+    body = "\n".join(f"  {title + ':':<11}{text}" for title, text in lines)
+    raise NotYet(f'{name} does not hold yet.\n{body}\n  ddpkit.hint("{name}") gives a hint.')
+
+
+# A run of the mended program.
+
+
+def _of_run(asked: Task, answer: Any, nproc: int) -> Iterator[Step]:
+    if not isinstance(answer, Run):
+        got = f"a {type(answer).__name__}"
+        yield (
+            "your answer",
+            Finding("check", got, "the run of your mended program", "the name that %%torchrun --as gave it"),
+        )
+        return
+    mine = f"your run {answer.name}"
+    if not answer.ok or not answer.script:
+        got = answer.verdict.sentence or answer.state
+        yield mine, Finding(mine, got, "a job that passes", f"print({answer.name}) names the rank and the line")
+        return
+    yield mine, None
+    other = _other_seed()
+    again = _recorded(asked, answer.script, nproc, other)
+    yield "your program with another seed", _judged(asked, again, nproc, other)
+    faulty = _recorded(asked, answer.script, nproc, other, fault=FAULT)
+    said = f"a job that {'passes' if faulty.ok else faulty.state}"
+    wrong = Finding(
+        "your program, with an exception put into step 1 of rank 1",
+        said,
+        "a job that fails, with rank 1's exception",
+        "what catches exceptions in your program: a fault it did not expect must end the job",
+    )
+    covered = faulty.state != "failed" or faulty.culprit != 1
+    yield "your program with a fault in rank 1", wrong if covered else None
+
+
+def _judged(asked: Task, run: Run, nproc: int, used_seed: int) -> Finding | None:
+    called = f"your program on {nproc} ranks, with another seed"
+    if not run.ok:
+        return Finding(
+            called, run.verdict.sentence or run.state, "a job that passes", "what in it holds for one seed only"
+        )
+    apart = steps.replicas_apart(run)
+    if apart is not None and not steps.equal(apart):
+        got = f"replicas that are {apart:.2g} apart"
+        return Finding(called, got, "equal parameters on every rank", "a step that one rank takes and another does not")
+    if not asked.reference:
+        return None
+    reference = _recorded(asked, asked.reference, 1, used_seed, ranks=nproc)
+    off = steps.off_one_process(run, reference)
+    if not steps.equal(off):
+        got = "no optimizer step to compare" if off is None else f"parameters {off:.2g} off"
+        wanted = "what one process computes from the whole batch"
+        return Finding(called, got, wanted, "which samples, and which gradients, your program leaves out")
+    return None
+
+
+def _recorded(asked: Task, script: str, nproc: int, used_seed: int, fault: str = "", ranks: int = 0) -> Run:
+    env = {wire.ENV_SEED: str(used_seed), **({wire.ENV_FAULT: fault} if fault else {})}
+    env |= {wire.ENV_RANKS: str(ranks)} if ranks else {}
+    name = f"check_{asked.name.replace('.', '_')}"
+    return run_recorded(script, name, env, nproc=nproc, stall=asked.stall, timeout=asked.timeout)
+
+
+# A function, called on every rank by the exercise's own program.
+
+
+def _of_function(asked: Task, answer: Any, nproc: int) -> Iterator[Step]:
+    if not callable(answer):
+        got = f"a {type(answer).__name__}"
+        yield "your answer", Finding("check", got, "a function", "the name of the function, without calling it")
+        return
+    # Not to be imported by anybody: its functions then travel with the call.
+    harness = types.ModuleType("harness")
+    exec(compile(asked.harness, f"exercise {asked.name}", "exec"), harness.__dict__)
+    name = getattr(answer, "__name__", "your function")
+    for used_seed in (seed(), _other_seed()):
+        what = f"{name} on {nproc} ranks" + (", another seed" if used_seed != seed() else "")
+        try:
+            run = launch(
+                harness.call,
+                args=(answer, used_seed),
+                nproc=nproc,
+                name=name,
+                show=False,
+                stall=asked.stall,
+                stop_on_stall=True,
+                timeout=asked.timeout,
+                max_restarts=asked.restarts,
+            )
+        except LaunchError as error:
+            yield what, Finding(name, str(error), "a function that can be sent to the ranks", "what it refers to")
+            return
+        if not run.ok:
+            look = "the rank and the line that the verdict names"
+            yield what, Finding(what, run.verdict.sentence or run.state, "a job that passes", look)
+            return
+        wrong = harness.judge(run.returned, used_seed)
+        yield what, Finding(what, *wrong) if wrong else None
+
+
+# What was read from the evidence.
+
+
+def _of_evidence(asked: Task, answer: Any, nproc: int) -> Iterator[Step]:
+    if not isinstance(answer, dict):
+        got = f"a {type(answer).__name__}"
+        yield (
+            "your answer",
+            Finding("check", got, f"a dict with {', '.join(asked.wants)}", "the cell above as it was handed out"),
+        )
+        return
+    for key, wanted in asked.wants.items():
+        given = answer.get(key)
+        if given is None or given is Ellipsis:
+            yield key, Finding(f"answer[{key!r}]", "nothing", wanted["asked"], "the evidence of the run above")
+            return
+        right = _matches(given, wanted, nproc)
+        yield key, None if right else Finding(f"answer[{key!r}]", as_text(given), wanted["asked"], wanted["look"])
+        if not right:
+            return
+
+
+def _matches(given: Any, wanted: dict[str, Any], nproc: int) -> bool:
+    """`rank`: "by seed" is the seed modulo the ranks; `line`: words of that source line alone; `is`: one of these values."""
+    if "rank" in wanted:
+        return given == (seed() % nproc if wanted["rank"] == "by seed" else wanted["rank"])
+    if "line" in wanted:
+        words, line = ("".join(str(text).split()) for text in (given, wanted["line"]))
+        return len(words) >= 6 and words in line
+    return given in wanted["is"]
+
+
+def _other_seed() -> int:
+    """A seed that the answer cannot have been made for."""
+    mine = seed()
+    return next(s for s in iter(lambda: random.SystemRandom().randrange(1, 10_000), None) if s != mine)

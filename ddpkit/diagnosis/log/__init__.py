@@ -1,0 +1,1 @@
+"""`ddpkit.diagnose` of a log that somebody brings."""

@@ -1,0 +1,226 @@
+"""`ddpkit.diagnose`: names the failure that a run or any log tells of, who is at fault, and what only followed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpkit.diagnosis.pages import page
+from ddpkit.diagnosis.run import HEALTHY, UNKNOWN, Confidence, Diagnosis, Evidence
+from ddpkit.errors import LogError
+from ddpkit.run import Run
+from ddpkit.runfolder import wire
+from ddpkit.runfolder.stable import shortened
+from ddpkit.verdict.culprit import Culprit
+
+from .causes import (
+    BESIDE,
+    COMPARES,
+    DIED,
+    ENDS_ALL,
+    LOST_ANOTHER,
+    OF_ANOTHER,
+    PRINTED_WHY,
+    SENT_BY_LAUNCHER,
+    SUMMARY,
+    TOLD_BY_THE_SYSTEM,
+    Cause,
+    causes,
+    left_early,
+)
+from .lines import Line, Source, sources
+from .scan import Scan, scan
+
+MOST_EVIDENCE = 64
+_FRAME_OF_C = re.compile(r"frame #\d+: .*\(0x[0-9a-f]+ in ")
+_EVERY_LOG = (
+    "The other ranks' logs. `torchrun -r 3 -t 3 --log-dir logs` keeps one for each; then `ddpkit diagnose logs`."
+)
+_WHOM_IT_WAITED_FOR = (
+    "Every rank's own log; once more with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 (NCCL), and the flight recorder "
+    "says which rank had not come. Or start it by `ddpkit run --stop-on-stall`."
+)
+
+
+@dataclass(frozen=True)
+class Found(Evidence):
+    """A line of a log: `file` as it was named, `line` its number there."""
+
+    @property
+    def said(self) -> str:
+        """`train.log:88, rank 1: ValueError: boom`."""
+        who = "" if self.rank is None else f", rank {self.rank}"
+        return f"{self.file}:{self.line}{who}: {shortened(self.text)}"
+
+
+def diagnose(*what: Run | str | Path) -> Diagnosis:
+    """What went wrong, as a run or a log tells it: the failure, the rank, the lines that say it, what only followed.
+
+    Args:
+        what: a `Run`; or logs: paths of files, patterns such as `logs/*.err`, folders (of a run, or torchrun's `--log-dir`),
+            `-` for standard input; or the text of a log itself, of more than one line. Several are read as one job's.
+
+    Returns:
+        A diagnosis; its `name` is "healthy" where nothing tells of a failure, "unknown" where one is told without its cause.
+
+    Raises:
+        LogError: one of them names nothing that can be read.
+    """
+    if not what:
+        raise LogError("diagnose: nothing was named. Give a run, a log's path, a folder, or the text of a log.")
+    if len(what) == 1 and (run := _run_of(what[0])):
+        return run.diagnosis or _healthy(f"{run.name} ended with exit code 0 on every rank.")
+    logs: list[Source] = []
+    for each in what:
+        if not isinstance(each, (str, Path)):
+            raise LogError(
+                f"diagnose: {each.name} is a run, and a run is diagnosed alone; here stand {len(what)} things."
+            )
+        text = isinstance(each, str) and "\n" in each
+        logs += [Source("<text>", data=str(each).encode("utf-8", "replace"))] if text else sources([each])
+    return diagnosis_of(scan(logs))
+
+
+def _run_of(what: Run | str | Path) -> Run | None:
+    """The run that is meant, by itself or by its folder."""
+    if not isinstance(what, (str, Path)):
+        return what
+    path = None if "\n" in str(what) else Path(what).expanduser()
+    return Run.from_folder(path) if path and (path / wire.JOB).is_file() else None
+
+
+def diagnosis_of(found: Scan) -> Diagnosis:
+    """The diagnosis of what was found in logs."""
+    possible = causes(found)
+    if not possible or possible[0].nearness == BESIDE:
+        return _nothing(found)
+    best = possible[0]
+    if best.nearness == LOST_ANOTHER and (early := left_early(found, possible)):
+        best = early
+    if best.nearness == SUMMARY:
+        best = next((c for c in possible if c.page is page("summary_only")), best)
+    if best.page is None:
+        title = "It failed, and this log does not say of what."
+        return Diagnosis(UNKNOWN, title, "", None, _shown(possible), (), "unknown", _EVERY_LOG)
+    same = [c for c in possible if c.page is best.page and c.nearness <= max(DIED, best.nearness) and _alike(c, best)]
+    if best.nearness == BESIDE:
+        same = [best]
+    rank = _culprit(best, same, found)
+    evidence = _shown(same)
+    at = {(c.line.file, c.line.number) for c in same}
+    followed = [
+        c
+        for c in possible
+        if c.page
+        and c.page is not page("early_exit")
+        and c.nearness != SUMMARY
+        and (c.line.file, c.line.number) not in at
+    ]
+    confidence: Confidence = "certain" if best.nearness < DIED and best.nearness != PRINTED_WHY else "likely"
+    collect = "" if best.nearness < LOST_ANOTHER else _EVERY_LOG
+    if best.page.name == "collective_timeout":
+        collect = _WHOM_IT_WAITED_FOR
+    sentence = _sentence(best, rank)
+    return Diagnosis(best.page.name, best.page.title, sentence, rank, evidence, _shown(followed), confidence, collect)
+
+
+def _alike(cause: Cause, best: Cause) -> bool:
+    """Exceptions that the catalog does not know are the same failure where type and message are."""
+    if best.raised is None or cause.raised is None:
+        return True
+    return (cause.raised.type, cause.raised.message[:40]) == (best.raised.type, best.raised.message[:40])
+
+
+def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
+    name = best.page.name if best.page else ""
+    if name in ENDS_ALL or name == "node_lost":
+        return None
+    if name in OF_ANOTHER:
+        return best.rank if best.signature.names_rank else None
+    ranks = tuple(sorted({c.rank for c in same if c.rank is not None}))
+    roots = {e.rank for _, e in found.ends if e.root and e.rank is not None}
+    if best.nearness == DIED and best.raised is None and len(roots) == 1:
+        return roots.pop()
+    world = found.ranks | {e.rank for _, e in found.ends if e.listed and e.rank is not None}
+    # One is the odd one where it alone, of three or more, says so.
+    if name in COMPARES and (len(ranks) != 1 or len(world) < 3):
+        return None
+    if not ranks or best.nearness == SUMMARY:
+        return _not_labelled(len({(c.line.file, c.line.number) for c in same}), best, found)
+    if len(ranks) == 1:
+        return ranks[0]
+    return "every rank" if world <= set(ranks) == set(range(len(ranks))) else ranks
+
+
+def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:
+    """Who said it `times`, where no line tells its rank: the ranks that torchrun lists, where it was said as often; else the
+    one that torchrun calls the first that failed, or the only one that is said to have ended by itself."""
+    told = [e for _, e in found.ends if e.exitcode and e.rank is not None and e.signal not in SENT_BY_LAUNCHER]
+    listed = sorted({e.rank for _, e in found.ends if e.listed and e.rank is not None})
+    if times > 1 and listed and TOLD_BY_THE_SYSTEM < best.nearness < SUMMARY:
+        if times < len(listed) or len(listed) == 1:
+            return None
+        return "every rank" if listed == list(range(len(listed))) else tuple(listed)
+    if best.nearness == TOLD_BY_THE_SYSTEM:
+        # Under torchrun a scheduler's task is a whole agent, and a kernel knows no ranks.
+        told = [e for e in told if e.by_torchrun]
+    ranks = {e.rank for e in told if e.root} or {e.rank for e in told if not e.listed}
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def _shown(several: Iterable[Cause]) -> tuple[Found, ...]:
+    """The first line of each rank; of those whose rank is not told, each that says something else."""
+    return tuple(_line(each) for each in _first_of_each(c.line for c in several))
+
+
+def _first_of_each(lines: Iterable[Line]) -> Iterator[Line]:
+    seen: set[tuple[int | None, str]] = set()
+    for line in lines:
+        key = line.rank, "" if line.rank is not None else line.text
+        if key not in seen and len(seen) < MOST_EVIDENCE:
+            seen.add(key)
+            yield line
+
+
+def _sentence(best: Cause, rank: Culprit) -> str:
+    who = f"Rank {rank}" if isinstance(rank, int) else "Every rank" if rank == "every rank" else ""
+    if isinstance(rank, tuple):
+        who = f"Ranks {', '.join(map(str, rank[:-1]))} and {rank[-1]}"
+    if best.raised is None:
+        return f"{who} {'are' if isinstance(rank, tuple) else 'is'} at fault." if who else ""
+    where = best.raised.where
+    at = f" at {where.file}:{where.line}" if where else ""
+    of = f": {where.source}" if where and where.source else ""
+    return f"{who or 'A process'} raised {best.raised.type}{at}{of}."
+
+
+def _nothing(found: Scan) -> Diagnosis:
+    """Healthy, unless the log was left in the middle of something."""
+    for tail in found.tail.values():
+        last = tail[-1] if tail else None
+        if last and last.text.endswith("^C"):
+            stopped = page("ended_from_outside")
+            return Diagnosis(stopped.name, stopped.title, "", None, (_line(last),), (), "likely", "")
+        if last and _FRAME_OF_C.match(last.text):
+            return _cut_off(_line(last), "The log ends in the middle of a C++ stack.")
+    if not found.lines:
+        return Diagnosis(UNKNOWN, "There is nothing in this log.", "", None, (), (), "unknown", _EVERY_LOG)
+    if not found.cut:
+        return _healthy(f"Nothing in {found.lines} lines tells of a failure.")
+    file, number = found.cut[-1]
+    cut = Found(None, file, number, "Traceback (most recent call last), and its exception is cut off")
+    return _cut_off(cut, "The log ends in the middle of a traceback.")
+
+
+def _cut_off(line: Found, title: str) -> Diagnosis:
+    return Diagnosis(UNKNOWN, title, "", None, (line,), (), "unknown", f"The rest of this log. {_EVERY_LOG}")
+
+
+def _line(line: Line) -> Found:
+    return Found(line.rank, line.file, line.number, line.text[:2000])
+
+
+def _healthy(why: str) -> Diagnosis:
+    return Diagnosis(HEALTHY, why, "", None, (), (), "likely", "")

@@ -1,0 +1,262 @@
+"""Lines of logs as people have them: from which file, which number, which rank, without what launchers put before them."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from glob import glob
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from ddpkit.errors import LogError
+
+CHUNK_BYTES = 1 << 20
+# Enough to see how a file's lines begin.
+HEAD_BYTES = 1 << 16
+LONGEST_LINE = 20_000
+MOST_IN_JSON = 300
+KINDS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json")
+
+_ESCAPES = re.compile(
+    r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[()][A-Z0-9]|[=>78cM])|\x08|\x07|[\u200b\ufeff]"
+)
+
+# What stands before a line, put there by a launcher or a collector of logs; `rank` where it is told, `key` what tells one
+# writer from another. Several may stand in a row.
+_PREFIXES = tuple(
+    re.compile(p)
+    for p in (
+        # Kubernetes, docker, CRI; loggers; journald; the kernel.
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t]+(?:std(?:out|err) [FP] )?",
+        r"[\[(]?\d{4}[-/]\d\d[-/]\d\d[ _]\d\d:\d\d:\d\d(?:[.,]\d+)?[\])]?:?[ \t]+(?!\d+ main\b)",
+        r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}(?:[ :]+|(?=\[))",
+        r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]+ (?P<key>[\w./@-]+(?:\[\d+\])?): ",
+        r"\[[ \d]{1,6}\d\.\d{6}\] ",
+        # An error that torchrun logs; a warning keeps its letter.
+        r"E\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+\.py:\d+\] ",
+        # torchrun --tee, torch.distributed's own, mpirun, SageMaker.
+        r"\[(?:rank|default|trainer|worker)(?P<rank>\d+)\]: ?",
+        r"\[(?P<rank>\d{1,4})\](?:<std(?:out|err)>: ?| (?=\[\d{4}-))",
+        r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,algo-\d+)?\] ?<std(?:out|err)>: ?",
+        r"\[[Rr][Aa][Nn][Kk][ :=]*(?P<rank>\d+)\]:? ?",
+        # Ray, SkyPilot, docker compose, kubectl --prefix, stern, DeepSpeed over pdsh.
+        r"\((?P<key>[A-Za-z_][\w.<>]* ?(?:\([^)]*\) )?pid=\d+(?:, ip=[\d.]+)?)(?:, (?:world_)?rank=(?P<rank>\d+))?\) ",
+        r"\((?P<key>[\w.-]+), rank=(?P<rank>\d+), pid=\d+(?:, ip=[\d.]+)?\) ",
+        r"(?P<key>[\w.-]+[-_]\d+) +\| ",
+        r"\[(?P<key>pod/[\w./-]+|[a-z][\w.]*(?:-[\w.]+)*-(?:\d+|[a-z0-9]{5}))\] ",
+        r"container: (?P<key>[\w.-]+) \| ",
+        r"(?P<key>(?:\d{1,3}\.){3}\d{1,3}|(?:worker|node|host|gpu|compute)[\w-]*\d): (?=\S|\s{2})",
+    )
+)
+_LABELLED = re.compile(r"^ *(?P<rank>\d{1,4}): ?")
+_OF_TORCH = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\] ")
+_SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|(?:^|Error: )(?:Rank|rank|RANK) (\d+)[:,] ")
+_WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_RAY = re.compile(r"pid=(\d+)\) world_rank=(\d+)")
+_PID = re.compile(r"pid=(\d+)")
+# Where collectors of logs that write JSON put the line, what followed it, and the rank.
+_TEXTS = (
+    "log",
+    "message",
+    "msg",
+    "data",
+    "textPayload",
+    "text",
+    "MESSAGE",
+    "exc_info",
+    "exception",
+    "traceback",
+    "stack",
+)
+_RANKS = ("rank", "global_rank", "process_index")
+_OF_A_FILE = re.compile(r"rank[_.=-]?(\d+)(?!\d)|attempt_\d+/(\d+)/(?:std(?:out|err)\.log|error\.json)$")
+
+
+class Line(NamedTuple):
+    """A line of a log: `number` from 1 in `file`; `rank` that wrote it (None: not told); `key` is who wrote it; its `text`."""
+
+    file: str
+    number: int
+    rank: int | None
+    key: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A log to read: `name` as it is shown, `path` where it lies (None: `data` or, without any, standard input)."""
+
+    name: str
+    path: Path | None = None
+    data: bytes | None = None
+
+    def open(self) -> BinaryIO:
+        """The log's bytes; what was packed by gzip is unpacked."""
+        if self.data is not None:
+            return BytesIO(self.data)
+        if self.path is None:
+            return sys.stdin.buffer
+        if self.path.suffix == ".gz":
+            return gzip.open(self.path)  # type: ignore[return-value]
+        return self.path.open("rb")
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that the file's name tells, such as `train_rank3.log`, or torchrun's `attempt_0/3/stderr.log`."""
+        found = _OF_A_FILE.search(self.name)
+        return int(found[1] or found[2]) if found else None
+
+
+def sources(asked: Sequence[str | Path]) -> list[Source]:
+    """The logs that `asked` names: files, patterns such as `logs/*.err`, folders (all logs in them), `-` for standard input.
+
+    Raises:
+        LogError: one of them names nothing that can be read.
+    """
+    found: dict[str, Source] = {}
+    for each in asked:
+        for source in _named(str(each)):
+            found.setdefault(source.name, source)
+    return list(found.values())
+
+
+def _named(asked: str) -> Iterator[Source]:
+    if asked == "-":
+        yield Source("<stdin>")
+        return
+    path = Path(asked).expanduser()
+    if path.is_dir():
+        inside = sorted({f for kind in KINDS for f in path.rglob(kind) if f.is_file()}, key=_natural)
+        if not inside:
+            raise LogError(
+                f"diagnose: {asked} is a folder without logs ({', '.join(KINDS)}). Name the files themselves."
+            )
+        yield from (Source(str(f), f) for f in inside)
+    elif path.exists():
+        yield Source(asked, path)
+    else:
+        matched = sorted(map(Path, glob(str(path), recursive=True)), key=_natural)
+        if not matched:
+            raise LogError(f"diagnose: {asked} is not there: no file, folder or pattern of that name. See `ls`.")
+        for one in matched:
+            yield from _named(str(one)) if one.is_dir() else [Source(str(one), one)]
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """`rank10.log` after `rank9.log`."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def chunks(source: Source) -> Iterator[bytes]:
+    """The log in pieces of about a megabyte that end where a line ends; a line without an end is cut.
+
+    Raises:
+        LogError: it cannot be read.
+    """
+    try:
+        with source.open() as file:
+            rest = b""
+            for block in _blocks(file):
+                block = rest + block
+                cut = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
+                if not cut:
+                    cut = len(block) if len(block) > CHUNK_BYTES else 0
+                rest = block[cut:]
+                if cut:
+                    yield block[:cut]
+            if rest:
+                yield rest
+    except OSError as error:
+        raise LogError(f"diagnose: {source.name} cannot be read: {error.strerror or error}.") from None
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    """The file's bytes; UTF-16, as PowerShell writes it, turned into UTF-8."""
+    block = file.read(CHUNK_BYTES)
+    wide = codecs.getincrementaldecoder("utf-16")("replace") if block.startswith(_WIDE) else None
+    while block:
+        yield wide.decode(block).encode("utf-8", "replace") if wide else block
+        block = file.read(CHUNK_BYTES)
+
+
+def _of_json(text: str) -> tuple[int | None, list[str]] | None:
+    """The rank and the texts of a line that is an object of JSON; None where it is none."""
+    if not text.startswith("{"):
+        return None
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return None
+    # torchrun's error file: the message with its traceback beside it.
+    if isinstance(inner := told.get("message"), dict):
+        told = {**inner, "message": inner.get("extraInfo", {}).get("py_callstack") or inner.get("message")}
+    texts = [told[name] for name in _TEXTS if isinstance(told.get(name), str)]
+    rank = next((told[name] for name in _RANKS if isinstance(told.get(name), int)), None)
+    return (rank, texts) if texts else None
+
+
+class Reader:
+    """Turns the bytes of one log's lines into `Line`s."""
+
+    def __init__(self, source: Source, head: bytes) -> None:
+        self.name = source.name
+        self.rank = source.rank
+        # Ray Train says once which process is which rank.
+        self._rank_of = {pid: int(rank) for pid, rank in _RAY.findall(head[:HEAD_BYTES].decode("utf-8", "replace"))}
+        lines = [line for line in head[:HEAD_BYTES].decode("utf-8", "replace").splitlines() if line.strip()]
+        # Slurm's `srun -l`: a number and a colon before every line. Few lines with it are somebody's list.
+        self._labelled = sum(bool(_LABELLED.match(line)) for line in lines) > 0.3 * len(lines)
+        self._json = bool(lines) and all(_of_json(line) for line in lines[:3])
+        told = {rank for line in lines if (rank := self._stripped(line)[0]) is not None}
+        # A file that holds the lines of several ranks is not called after the one that wrote it.
+        if told - {self.rank}:
+            self.rank = None
+
+    def lines(self, number: int, raw: bytes) -> Iterator[Line]:
+        """The line of that number, without what was put before it; a line of JSON may hold several."""
+        text = raw[:LONGEST_LINE].decode("utf-8", "replace").rstrip()
+        told = _of_json(text) if self._json else None
+        if told is None:
+            yield self._line(number, text)
+            return
+        rank, texts = told
+        for each in "\n".join(texts).split("\n")[:MOST_IN_JSON]:
+            line = self._line(number, each.rstrip())
+            yield line if line.rank is not None or rank is None else line._replace(rank=rank)
+
+    def _line(self, number: int, text: str) -> Line:
+        if "\x1b" in text or "\x08" in text or "\u200b" in text or "\ufeff" in text:
+            text = _ESCAPES.sub("", text)
+        rank, key, text = self._stripped(text)
+        if rank is None and self._rank_of and (pid := _PID.search(key)):
+            rank = self._rank_of.get(pid[1])
+        if of_torch := _OF_TORCH.search(text[:200]):
+            # torch knows the rank in the job, a launcher's prefix perhaps only that on its host.
+            rank = int(of_torch[1])
+        elif rank is None and (said := _SAYS_RANK.search(text[:200])):
+            rank = int(said[1] or said[2])
+            key = key or f"rank {rank}"
+        return Line(self.name, number, self.rank if rank is None else rank, key, text)
+
+    def _stripped(self, text: str) -> tuple[int | None, str, str]:
+        rank, key, at = None, "", 0
+        if self._labelled and (label := _LABELLED.match(text)):
+            rank, key, at = int(label["rank"]), label["rank"], label.end()
+        for _ in range(4):
+            for prefix in _PREFIXES:
+                if found := prefix.match(text, at):
+                    at = found.end()
+                    told = found.groupdict()
+                    if told.get("rank"):
+                        rank = int(told["rank"])
+                    key += told.get("key") or told.get("rank") or ""
+                    break
+            else:
+                break
+        return rank, key, text[at:]

@@ -1,0 +1,152 @@
+"""Python's tracebacks in a log, put together line by line for each writer, cut and interleaved as logs have them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from ddpkit.runfolder.frames import Frame, is_own
+
+from .lines import Line
+
+MOST_LINES = 400
+MOST_FRAMES = 60
+# So many lines of others may stand between two lines of a traceback whose writer is not told.
+PATIENCE = 300
+NEAR_THE_END = 5
+
+HEADER = re.compile(r"Traceback \(most recent call last\)|^-+ ?Traceback")
+# torchrun's summary and some loggers set a whole traceback in from the margin.
+_SET_IN = re.compile(r"^(?P<summary>\s*traceback\s*: )?(?P<margin>\s*)")
+_FRAME = re.compile(r'^[\s>|]*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
+_SHORT = re.compile(r"^(?:File )?(?P<file>/[^\s:]+\.py):(?P<line>\d+)(?:,)? in (?P<function>\S+)")
+# The names of exceptions end in one of these; others are known by the module before them.
+_ENDING = (
+    r"(?:Error|Exception|Interrupt|Exit|Failure|Failed|Timeout|Expired|Quit|Abort|Iteration|Warning|NotFound|Unavailable"
+    r"|Terminated|Killed|Canceled|Cancelled|Retry|Group)"
+)
+RAISED = re.compile(
+    rf"^(?:\w+(?:\.\w+)*\.)?(?P<type>\w+{_ENDING}|Exception|(?<=\.)[A-Z]\w+)(?P<of>\([\w.]+\))?(?:: ?(?P<message>.*)|:?)$"
+)
+# Python prints these and goes on: at an object's end, and where a logger fails.
+_IGNORED = re.compile(r"^(?:Exception ignored (?:in|on|when)|--- Logging error ---)")
+_BOX = re.compile(r"^[│┃|╭╰─━┌└❱ ]+")
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception at the end of its traceback: the line that names it, what led to it, and `text`, the whole block."""
+
+    line: Line
+    type: str
+    message: str
+    frames: tuple[Frame, ...] = ()
+    text: str = ""
+
+    @property
+    def where(self) -> Frame | None:
+        """The innermost line of the user's own code; the innermost of all where none is the user's."""
+        return next((f for f in reversed(self.frames) if f.own), self.frames[-1] if self.frames else None)
+
+
+@dataclass
+class _Open:
+    """A traceback whose exception has not come yet."""
+
+    writer: tuple[str, int | None, str]
+    began: int
+    frames: list[Frame] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    boxed: bool = False
+    margin: str = ""
+    ignored: bool = False
+    last: int = 0
+
+
+class Tracebacks:
+    """The tracebacks of one log that are being read."""
+
+    def __init__(self) -> None:
+        self._open: list[_Open] = []
+        self._ignored: set[tuple[str, int | None, str]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def inside(self, line: Line) -> bool:
+        """Whether `line` belongs to a traceback that is still open: a frame, or the source that it quotes."""
+        found = self._of(line)
+        if found is None:
+            return False
+        text = line.text.removeprefix(found.margin)
+        return text.startswith((" ", "\t", "│", "|")) or bool(_FRAME.match(text))
+
+    def ignores(self, line: Line) -> bool:
+        """Whether Python has said just before that it goes on after what its writer raises."""
+        writer = _writer(line)
+        ignored = writer in self._ignored
+        self._ignored.discard(writer)
+        return ignored
+
+    def cut(self, end: int) -> list[int]:
+        """The lines at which tracebacks began that still went on where the log ends, at line `end`."""
+        return [one.began for one in self._open if one.frames and end - one.last < NEAR_THE_END]
+
+    def feed(self, line: Line) -> Raised | None:
+        """Take the next line; returns the exception where this line names it."""
+        self._open = [one for one in self._open if line.number - one.last <= PATIENCE]
+        if HEADER.search(line.text):
+            self._begin(line)
+            return None
+        if _IGNORED.match(line.text):
+            self._ignored.add(_writer(line))
+            return None
+        one = self._of(line)
+        if one is None:
+            return None
+        if len(one.lines) < MOST_LINES:
+            one.lines.append(line.text)
+        text = _BOX.sub("", line.text).rstrip(" │┃|") if one.boxed else line.text.removeprefix(one.margin)
+        if found := _FRAME.match(text) or _SHORT.match(text):
+            one.last = line.number
+            if len(one.frames) == MOST_FRAMES:
+                del one.frames[MOST_FRAMES // 2]
+            file = found["file"]
+            one.frames.append(Frame(file, int(found["line"]), (found["function"] or "").strip(), "", is_own(file)))
+        elif text.startswith((" ", "\t")) or (one.boxed and _BOX.match(line.text)):
+            one.last = line.number
+            self._source(one, text)
+        elif named := RAISED.match(text):
+            return self._end(one, line, named)
+        return None
+
+    def _begin(self, line: Line) -> None:
+        one = _Open(_writer(line), line.number, last=line.number, lines=[line.text])
+        one.ignored = self.ignores(line)
+        one.boxed = line.text.startswith(("╭", "┌", "│", "+", "|"))
+        if set_in := _SET_IN.match(line.text):
+            one.margin = "  " if set_in["summary"] else set_in["margin"]
+        self._open.append(one)
+
+    def _source(self, one: _Open, text: str) -> None:
+        """The line that the last frame quotes."""
+        if one.frames and not one.frames[-1].source and not one.boxed and text.strip(" ^~│└"):
+            last = one.frames[-1]
+            one.frames[-1] = Frame(last.file, last.line, last.function, text.strip(), last.own)
+
+    def _end(self, one: _Open, line: Line, named: re.Match[str]) -> Raised | None:
+        self._open.remove(one)
+        if one.ignored:
+            self._ignored.add(one.writer)
+            return None
+        message = (named["message"] or "").strip()
+        return Raised(line, named["type"], message, tuple(one.frames), "\n".join(one.lines))
+
+    def _of(self, line: Line) -> _Open | None:
+        """The open traceback of whoever wrote `line`, the latest first."""
+        writer = _writer(line)
+        return next((one for one in reversed(self._open) if one.writer == writer), None)
+
+
+def _writer(line: Line) -> tuple[str, int | None, str]:
+    return line.file, line.rank, line.key

@@ -1,0 +1,196 @@
+"""What is known of each rank while a job stands still, and after its end, as rows that every form of showing it shares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpkit.runfolder.frames import Frame, stack_frames
+from ddpkit.runfolder.ranks import Rank
+from ddpkit.runfolder.stable import stable
+from ddpkit.verdict.endings import plain_words
+from ddpkit.verdict.standing import STILL_FROM_S, Standing, standings, unmoved_s
+
+from .pages import page
+from .run import UNKNOWN, Diagnosis
+
+MOST_FRAMES = 60
+_STATES = {
+    "waiting": "waits",
+    "joining": "waits to join",
+    "loading": "waits for its loader",
+    "busy": "computes",
+    "idle": "sits idle",
+    "stopped": "is stopped (SIGSTOP)",
+    "left": "left, exit code 0",
+    "late": "came too late",
+    "unknown": "is somewhere unknown",
+}
+_CONSEQUENCE = ": a consequence"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank: its `state` in words, `where` it is in the user's code, and the `collective` it waits in or joined last.
+
+    `tone` is fault, waiting, passed or "". `silent_s` and `busy` (the share of a core) are as of the moment when ddpkit
+    looked; `stack` is innermost first, without what started the script; `workers` are the stacks of its loader's workers.
+    """
+
+    rank: int
+    state: str
+    tone: str = ""
+    where: str = ""
+    collective: str = ""
+    waits: bool = False
+    message: str = ""
+    silent_s: float | None = None
+    busy: float | None = None
+    stack: tuple[Frame, ...] = ()
+    workers: tuple[tuple[Frame, ...], ...] = ()
+
+    @property
+    def words(self) -> str:
+        """`waits in all_reduce #4`, or the state alone."""
+        state, colon, rest = self.state.partition(": ")
+        return f"{state} in {self.collective}{colon}{rest}" if self.waits and self.collective else self.state
+
+    @property
+    def said(self) -> str:
+        """`line 14: time.sleep(60) · last joined all_reduce #3`, with the exception where the state does not name it."""
+        return self._said(self.message if self.message.partition(":")[0] not in self.state else "")
+
+    @property
+    def said_in_full(self) -> str:
+        """As `said`, always with the exception."""
+        return self._said(self.message)
+
+    def _said(self, message: str) -> str:
+        joined = f"last joined {self.collective}" if self.collective and not self.waits else ""
+        return stable(" · ".join(s for s in (message, self.where, joined) if s))
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """A job in which nothing moves: the verdict so far ("" where it is held back), and the ranks as seen `at_s` seconds
+    after its start."""
+
+    sentence: str
+    rows: tuple[Row, ...]
+    at_s: float
+
+
+def rows(
+    ranks: Sequence[Rank], at_fault: Collection[int] = (), revealed: bool = True, steady: bool = False
+) -> tuple[Row, ...]:
+    """A row for each rank, of a job that stands still or has ended; `steady` leaves out what varies from run to run.
+
+    Without `revealed` a row says nothing that was concluded: the system's own word for the state, no tone.
+    """
+    at = standings(ranks) if revealed else {}
+    return tuple(_row(rank, at.get(rank.rank), rank.rank in at_fault and revealed, revealed, steady) for rank in ranks)
+
+
+def _row(rank: Rank, standing: Standing | None, at_fault: bool, revealed: bool, steady: bool) -> Row:
+    still = stood_still(rank)
+    if still and standing:
+        return _standing_row(rank, standing, at_fault)
+    look, last = rank.look, rank.collective
+    failure, alive = rank.failure, rank.exitcode is None
+    seen = rank.at if look and (still or not steady) else None
+    place = failure.where if failure else seen
+    ended = rank.words if revealed and rank.words else plain_words(rank)
+    state = (look.state if look else "running") if alive else ended
+    waited = state.startswith("gave up waiting")
+    if waited and standing:
+        last = standing.collective
+    return Row(
+        rank.rank,
+        state,
+        tone=_tone(rank, at_fault) if revealed else "",
+        where=place.text if place else "",
+        collective=last.name if last and (still or waited or not steady) else "",
+        waits=waited,
+        message=failure.text if failure and not (revealed and _suffered(rank)) else "",
+        silent_s=look.silent_s if look and still else None,
+        busy=look.busy if look and still else None,
+        stack=_without_start(rank.stack_frames) if seen else (),
+    )
+
+
+def _standing_row(rank: Rank, standing: Standing, at_fault: bool) -> Row:
+    look, waits = rank.look, standing.kind == "waiting"
+    shown = standing.collective if waits else rank.collective
+    collective = shown.name if shown else ""
+    if waits and shown and shown.where and standing.place and shown.where.line != standing.place.line:
+        collective += f", {shown.where.text}"
+    silent_s = look.silent_s if look else None
+    if waits and look and shown and not shown.done:
+        silent_s = (look.at_ns - shown.at_ns) / 1e9
+    return Row(
+        rank.rank,
+        "waits for the disk" if standing.at_disk else _STATES[standing.kind],
+        tone="fault" if at_fault else "waiting" if standing.kind in ("waiting", "joining") else "",
+        where=standing.place.text if standing.place else "",
+        collective=collective,
+        waits=waits,
+        silent_s=silent_s,
+        busy=look.busy if look else None,
+        stack=_without_start(rank.stack_frames),
+        workers=tuple(_without_start(stack_frames(stack, {})) for _pid, stack in look.workers) if look else (),
+    )
+
+
+def stood_still(rank: Rank) -> bool:
+    """Whether this rank was found without progress, and has not ended by itself since."""
+    look, ended = rank.look, rank.failure is not None or rank.exitcode == 0
+    if look is None or ended:
+        return False
+    return rank.exitcode is None or look.why == "stall" or unmoved_s(rank) >= STILL_FROM_S
+
+
+def _suffered(rank: Rank) -> bool:
+    """Whether what it met was another rank's end or silence."""
+    return rank.role == "consequence" or rank.words.endswith(_CONSEQUENCE)
+
+
+def _tone(rank: Rank, at_fault: bool) -> str:
+    return "fault" if at_fault else {"passed": "passed", "consequence": "waiting", "own": "fault"}.get(rank.role, "")
+
+
+def _without_start(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Without the frames outside the user's outermost one: they only say how the script was started."""
+    outermost = max((i for i, frame in enumerate(frames) if frame.own), default=len(frames) - 1)
+    return tuple(frames[: outermost + 1][:MOST_FRAMES])
+
+
+def short_file(frame: Frame) -> str:
+    """`train.py`, `torch/distributed/distributed_c10d.py`, or `the cell`: the same on every machine."""
+    file = stable(frame.file)
+    if frame.own or file == "the cell":
+        return Path(file).name
+    return re.sub(r"^.*/(site-packages|lib/python3\.\d+)/", "", file)
+
+
+def text_lines(table: Sequence[Row]) -> list[str]:
+    """The rows as aligned text."""
+    width = max((len(row.words) for row in table), default=0)
+    return [f"rank {row.rank}  {row.words:<{width}}  {row.said}".rstrip() for row in table]
+
+
+def diagnosis_line(diagnosis: Diagnosis) -> str:
+    """`skipped_collective (certain): A rank never came …; ddpkit explain skipped_collective`."""
+    if diagnosis.name == UNKNOWN:
+        return f"{UNKNOWN}: {diagnosis.title} {diagnosis.collect}".rstrip()
+    title = f"{diagnosis.name} ({diagnosis.confidence}): {diagnosis.title}"
+    return f"{title}; ddpkit explain {diagnosis.name}"
+
+
+def first_paragraph(diagnosis: Diagnosis) -> str:
+    """What the catalog's page says first, on one line; quoted messages and what only continues them are passed over."""
+    if diagnosis.name == UNKNOWN:
+        return diagnosis.collect
+    blocks = (" ".join(block.split()) for block in page(diagnosis.name).text.split("\n\n"))
+    return next((re.sub(r":$", ".", block) for block in blocks if re.match(r"[A-Z`]", block)), "")

@@ -1,0 +1,60 @@
+"""A run as HTML: the same words as its text form, folded where a live view has told them already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from ddpkit.diagnosis.rows import Row, diagnosis_line, first_paragraph, short_file
+from ddpkit.diagnosis.run import Diagnosis
+from ddpkit.runfolder.stable import stable
+
+if TYPE_CHECKING:
+    from ddpkit.run import Run
+
+_COLOURS = {"passed": "#1a7f37", "running": "#0969da", "stopped": "#6e7781"}
+
+
+def as_html(run: Run, below_view: bool = False) -> str:
+    """`run` as HTML; below a live view, which has told all of it already, folded under the headline."""
+    headline = _headline(run.headline, run.state)
+    notes = "".join(f"<div>note: {escape(note)}</div>" for note in run.notes)
+    if run.state in ("running", "passed"):
+        return f'<div class="ddpkit-run"><div>{headline}</div>{notes}</div>'
+    parts = []
+    if run.revealed and run.verdict.sentence:
+        parts.append(f"<div>{escape(run.verdict.sentence)}</div>")
+    if run.revealed and run.diagnosis:
+        parts.append(_diagnosis(run.diagnosis))
+    parts.append(f"<table>{''.join(map(_row, run.rows))}</table>{_stacks(run.rows)}")
+    closed = "" if below_view else " open"
+    body = f"<details{closed}><summary>{headline}</summary>{''.join(parts)}</details>"
+    return f'<div class="ddpkit-run">{body}{notes}</div>'
+
+
+def _headline(headline: str, state: str) -> str:
+    name, _, rest = headline.partition(" → ")
+    colour = _COLOURS.get(state, "#cf222e")
+    return f'<b>{escape(name)}</b> → <b style="color:{colour}">{escape(rest)}</b>'
+
+
+def _diagnosis(diagnosis: Diagnosis) -> str:
+    more = f"<div>{escape(first_paragraph(diagnosis))}</div>"
+    return f"<details><summary>diagnosis: {escape(diagnosis_line(diagnosis))}</summary>{more}</details>"
+
+
+def _row(row: Row) -> str:
+    said = f"<code>{escape(row.said_in_full)}</code>" if row.said_in_full else ""
+    cells = (f"rank {row.rank}", escape(row.words), said)
+    return "<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + "</tr>"
+
+
+def _stacks(table: Sequence[Row]) -> str:
+    """The user's own frames of each stack; the libraries' line numbers change with their versions, and stay out."""
+    found = "".join(
+        f"<div>rank {row.rank}, most recent call first:</div><pre>{escape(stable(chr(10).join(own)))}</pre>"
+        for row in table
+        if (own := [f"{frame.text}   ({frame.function}, {short_file(frame)})" for frame in row.stack if frame.own])
+    )
+    return f"<details><summary>stacks, your own lines</summary>{found}</details>" if found else ""

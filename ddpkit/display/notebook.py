@@ -1,0 +1,83 @@
+"""Chooses how a job is shown - live view in a kernel, text in a terminal - and shows a run that has ended."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ddpkit.errors import LaunchError
+
+from .sink import Silence, Sink
+
+if TYPE_CHECKING:
+    from ddpkit.run import Run
+
+_shown: dict[int, object] = {}
+
+
+def shell() -> Any:
+    """The IPython shell of this kernel; None outside a Jupyter kernel. IPython is not imported to find out."""
+    ipython = sys.modules.get("IPython")
+    found = ipython.get_ipython() if ipython is not None else None
+    return found if found is not None and hasattr(found, "kernel") else None
+
+
+def sink_for(show: bool | str | Sink) -> Sink:
+    """The sink for `show`: True, "text", False, or one that the caller has made and shows by itself.
+
+    Raises:
+        LaunchError: `show` is none of them.
+    """
+    if show is False:
+        return Silence()
+    if not isinstance(show, bool | str):
+        return show
+    if show == "text" or (show is True and shell() is None):
+        from .terminal import TextSink
+
+        return TextSink()
+    if show is True:
+        from .view import RunView
+
+        return RunView()
+    raise LaunchError(f'launch: show={show!r} is not known; use True, "text" or False.')
+
+
+def show_live(sink: Sink) -> None:
+    """Put the live view, if `sink` is one, into the output of the cell that launches."""
+    if hasattr(sink, "_repr_mimebundle_"):
+        from IPython.display import display
+
+        display(sink)
+
+
+def show_ended(run: Run, sink: Sink) -> None:
+    """Under the live view of a job just waited for, its text and HTML; remembered, so that the cell does not repeat it."""
+    kernel = shell()
+    if kernel is None or isinstance(sink, Silence):
+        return
+    if not _is_text(sink):
+        _publish(run, below_view=True)
+    _shown[id(run)] = kernel.execution_count
+
+
+def display_run(run: Run) -> None:
+    """Called by IPython when a run is a cell's last expression."""
+    kernel = shell()
+    if kernel is not None and _shown.pop(id(run), None) == kernel.execution_count:
+        return
+    _publish(run)
+
+
+def _publish(run: Run, below_view: bool = False) -> None:
+    from IPython.display import display
+
+    from .html import as_html
+
+    display({"text/plain": str(run), "text/html": as_html(run, below_view)}, raw=True)
+
+
+def _is_text(sink: Sink) -> bool:
+    from .terminal import TextSink
+
+    return isinstance(sink, TextSink)

@@ -1,0 +1,81 @@
+"""What a running job tells whoever shows it: lines and states, as plain data; `watch` speaks, a view or a terminal listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from ddpkit.diagnosis.rows import Standstill
+    from ddpkit.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line that a rank wrote. `open`: not ended by a newline yet; the next line of that rank and stream replaces it."""
+
+    rank: int
+    stream: str
+    seq: int
+    seen_ns: int
+    text: str
+    attempt: int = 0
+    open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankNow:
+    """A rank at this moment. `words` says it.
+
+    `kind` is starting, running, silent, passed, failed, consequence or ended.
+    """
+
+    rank: int
+    kind: str
+    words: str
+    rss_mib: float | None = None
+    device: str = ""
+    device_mib: float | None = None
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """The job at this moment. `skipped` counts display lines per rank that were never passed on; `still` is what was
+    found when nothing moved, None while the job goes on."""
+
+    state: str
+    elapsed_s: float
+    ranks: tuple[RankNow, ...]
+    skipped: dict[int, int]
+    note: str = ""
+    still: Standstill | None = None
+
+
+class Sink(Protocol):
+    """Receives a running job, from the watching thread; must not block it."""
+
+    def begin(self, run: Run, stop: Callable[[], None]) -> None:
+        """The job starts; `stop` may be called from any thread and returns at once."""
+
+    def lines(self, batch: Sequence[Line]) -> None:
+        """New lines, in order within each rank and stream."""
+
+    def now(self, now: Now) -> None:
+        """The state of every rank, a few times a second."""
+
+    def end(self, run: Run) -> None:
+        """The job has ended and `run` is complete."""
+
+
+class Silence:
+    """Shows nothing: `show=False`."""
+
+    def begin(self, run: Run, stop: Callable[[], None]) -> None: ...
+
+    def lines(self, batch: Sequence[Line]) -> None: ...
+
+    def now(self, now: Now) -> None: ...
+
+    def end(self, run: Run) -> None: ...

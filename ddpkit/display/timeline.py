@@ -1,0 +1,292 @@
+"""Draws a run's ranks over time: what each computed, where it waited for others, when it fell silent, and how it ended.
+
+Built from a run's records alone. gloo writes down when a rank joins a collective and never when it comes back; it cannot
+come back before the last member has joined, so a wait is drawn until then.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ddpkit.diagnosis.rows import Row, rows, stood_still
+from ddpkit.runfolder.calls import Collective
+from ddpkit.runfolder.ranks import Rank
+from ddpkit.runfolder.stable import stable
+from ddpkit.verdict.standing import BUSY_FROM, standing
+
+from .picture import DPI, Picture
+
+if TYPE_CHECKING:
+    from ddpkit.run import Run
+
+Kind = Literal["starting", "unrecorded", "computing", "waiting", "stalled", "silent"]
+End = Literal["passed", "failed", "ended", "running"]
+
+WIDTH, MARGINS, LANE = 8.0, 1.15, 0.4
+# About what the lanes and one letter take, in pixels.
+LANE_PX, LETTER_PX = 690, 6.6
+MOST_WORDS = 44
+# Hatching takes time to draw, and room to be seen.
+HATCHED_FROM = 0.004
+
+# The watcher asks a silent rank about once a second: a silence may have begun so much earlier than it was noticed.
+NOTICED_WITHIN_NS = 1_600_000_000
+
+# Okabe and Ito's colours, which the colour-blind tell apart; the hatching tells them apart in grey.
+_LOOKS: dict[Kind, tuple[str, str, str, str]] = {
+    "starting": ("starts", "#d9d9d9", "", "#ffffff"),
+    "unrecorded": ("not recorded", "#efefef", "", "#bbbbbb"),
+    "computing": ("computes", "#56b4e9", "", "#ffffff"),
+    "waiting": ("waits for others", "#e69f00", "////", "#ffffff"),
+    "stalled": ("waits in vain", "#d55e00", "xxx", "#f3c7a8"),
+    "silent": ("silent", "#ffffff", "....", "#555555"),
+}
+_MARKS: dict[End, tuple[str, str, str]] = {
+    "passed": ("passed", "#009e73", "o"),
+    "failed": ("failed", "#000000", "X"),
+    "ended": ("was ended", "#ffffff", "s"),
+    "running": ("still runs", "#ffffff", ">"),
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a rank did from one moment to another, in seconds since the first rank started; `words` name the collective."""
+
+    kind: Kind
+    from_s: float
+    to_s: float
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One rank over time. `end` is how it ended, at `end_s`; `words` say it; `at_fault` as the verdict has it."""
+
+    rank: int
+    spans: tuple[Span, ...]
+    end: End
+    end_s: float
+    words: str
+    at_fault: bool = False
+
+
+# What happened when.
+
+
+def lanes(ranks: Sequence[Rank], table: Sequence[Row], now_ns: int | None = None) -> tuple[Lane, ...]:
+    """What each rank did over time; `table` says where it is and who is at fault, `now_ns` is the end of those that run."""
+    begin = min((rank.started_ns for rank in ranks if rank.started_ns is not None), default=0)
+    joins = _joins(ranks)
+    found = []
+    for rank, row in zip(ranks, table, strict=True):
+        end = _ended_ns(rank, now_ns)
+        moments = _moments(rank, _merged(_waits(rank, ranks, joins, end)), end, row.where)
+        if joins and rank.joining and not rank.collectives:
+            # A rank that was killed or stopped, or held the GIL, could not tell what it had joined.
+            moments = [("unrecorded" if m[0] == "computing" else m[0], *m[1:]) for m in moments]
+        spans = tuple(Span(k, (a - begin) / 1e9, (b - begin) / 1e9, words) for k, a, b, words in moments if b > a)
+        end_s = max(0.0, (end - begin) / 1e9)
+        found.append(Lane(rank.rank, spans, _end(rank), end_s, _end_words(rank), row.tone == "fault"))
+    return tuple(found)
+
+
+# Kind, from, to in nanoseconds, words.
+_Moment = tuple[Kind, int, int, str]
+_Joins = Mapping[tuple[int, str, int], Mapping[int, int]]
+
+
+def _ended_ns(rank: Rank, now_ns: int | None) -> int:
+    if rank.failure is not None and rank.failure.at_ns:
+        return rank.failure.at_ns
+    seen_ns = rank.look.at_ns if rank.look else rank.started_ns
+    return rank.finished_ns or rank.ended_ns or now_ns or seen_ns or 0
+
+
+def _joins(ranks: Sequence[Rank]) -> _Joins:
+    """When each rank joined each collective."""
+    found: dict[tuple[int, str, int], dict[int, int]] = {}
+    for rank in ranks:
+        for collective in rank.collectives:
+            found.setdefault(collective.key, {})[rank.rank] = collective.at_ns
+    return found
+
+
+def _moments(rank: Rank, waits: Sequence[_Moment], end: int, where: str) -> list[_Moment]:
+    """What one rank did, in order and without gaps."""
+    if rank.started_ns is None:
+        return []
+    at = rank.joining.at_ns if rank.joining else rank.started_ns
+    found: list[_Moment] = [("starting", rank.started_ns, min(at, end), "")]
+    for kind, joined, until, words in waits:
+        found += [("computing", at, max(at, joined), ""), (kind, max(at, joined), until, words)]
+        at = max(at, until)
+    if rank.look is None or not stood_still(rank):
+        return [*found, ("computing", at, end, "")]
+    if rank.look.busy >= BUSY_FROM:
+        return [*found, ("computing", at, end, where)]
+    quiet = min(end, rank.look.at_ns - int(rank.look.silent_s * 1e9))
+    if quiet - at < NOTICED_WITHIN_NS:
+        quiet = at
+    return [*found, ("computing", at, quiet, ""), ("silent", quiet, end, where)]
+
+
+def _waits(rank: Rank, ranks: Sequence[Rank], joins: _Joins, end: int) -> Iterable[_Moment]:
+    """From each join of this rank until the last member has joined; in vain where that never came, or was no use."""
+    if rank.joining:
+        last = max(r.joining.at_ns for r in ranks if r.joining)
+        # Where any rank has joined a collective, the group had come up.
+        in_vain = not joins and standing(rank).kind == "joining"
+        yield _wait(rank.joining.at_ns, None if in_vain else last, end, "init_process_group")
+    for collective in rank.collectives:
+        last_join = _last_join(collective, ranks, joins)
+        if collective is not rank.collectives[-1] or rank.exitcode == 0:
+            # It came back from this one, or never waited for it; some member may have left no record.
+            last_join = last_join or collective.at_ns
+        elif rank.role == "consequence" if rank.failure else not collective.done:
+            last_join = last_join if last_join and last_join > end else None
+        yield _wait(collective.at_ns, last_join, end, collective.name)
+
+
+def _last_join(collective: Collective, ranks: Sequence[Rank], joins: _Joins) -> int | None:
+    """When the last member joined, as far as is recorded; None where a member that left a record never did."""
+    joined = joins[collective.key]
+    members = collective.ranks or tuple(r.rank for r in ranks)
+    recorded = {r.rank for r in ranks if r.collectives}
+    if any(member in recorded and member not in joined for member in members):
+        return None
+    return max(joined.values())
+
+
+def _wait(joined: int, last: int | None, end: int, words: str) -> _Moment:
+    in_vain = last is None or last > end
+    return ("stalled" if in_vain else "waiting", joined, end if last is None else min(last, end), words)
+
+
+def _merged(waits: Iterable[_Moment]) -> list[_Moment]:
+    """Waits that overlap, as those of DDP's buckets do, cut so that each begins where the one before it ends."""
+    found: list[_Moment] = []
+    for kind, joined, until, words in sorted(waits, key=lambda wait: wait[1]):
+        if found and joined < found[-1][2]:
+            before = found[-1]
+            found[-1] = (before[0], before[1], joined, before[3])
+            until = max(until, before[2])
+        found.append((kind, joined, until, words))
+    return found
+
+
+def _end(rank: Rank) -> End:
+    if rank.exitcode is None:
+        return "running"
+    if rank.exitcode == 0:
+        return "passed"
+    return "failed" if rank.failure or not rank.told else "ended"
+
+
+def _end_words(rank: Rank) -> str:
+    """`ValueError, exit code 1`, `SIGKILL`, `exit code 0`."""
+    if rank.exitcode is None:
+        return ""
+    if rank.signal:
+        return rank.signal
+    failure = f"{stable(rank.failure.type)}, " if rank.failure and rank.exitcode else ""
+    return f"{failure}exit code {rank.exitcode}"
+
+
+# Drawing.
+
+
+def draw(run: Run) -> Picture:
+    """The figure of `run`; see `Run.plot`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError(
+            "run.plot(): matplotlib is not installed in this environment; pip install matplotlib."
+        ) from None
+    ranks, culprits = run.ranks, [rank.rank for rank in run.ranks if rank.role == "culprit"]
+    table = rows(ranks, culprits, run.revealed, steady=True)
+    found = lanes(ranks, table, time.time_ns() if run.state == "running" else None)
+    total = max((lane.end_s for lane in found), default=1.0) or 1.0
+    figure = Figure(figsize=(WIDTH, MARGINS + LANE * max(1, len(found))), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlim(0, max([total, *(lane.end_s / (1 - len(lane.words) * LETTER_PX / LANE_PX - 0.03) for lane in found)]))
+    for lane in found:
+        _draw_lane(axes, lane, total)
+    _label(axes, found, total)
+    _legend(figure, found, f"{run.name} → {run.state.replace('_', ' ')}")
+    return Picture(figure, _alt(run, table))
+
+
+def _draw_lane(axes: Any, lane: Lane, total: float) -> None:
+    for kind, (_, colour, hatch, edge) in _LOOKS.items():
+        spans = [s for s in lane.spans if s.kind == kind]
+        for wide in (False, True):
+            bars = [(s.from_s, s.to_s - s.from_s) for s in spans if (s.to_s - s.from_s > HATCHED_FROM * total) is wide]
+            style = {"hatch": hatch, "edgecolor": edge, "linewidth": 0.6} if wide else {"linewidth": 0}
+            axes.broken_barh(bars, (lane.rank - 0.33, 0.66), facecolor=colour, **style)
+    for span in lane.spans:
+        _name(axes, span, lane.rank)
+    _, colour, marker = _MARKS[lane.end]
+    look = {"markersize": 9, "markerfacecolor": colour, "markeredgecolor": "black", "clip_on": False}
+    axes.plot([lane.end_s], [lane.rank], marker=marker, zorder=5, **look)
+    beside = {"xytext": (9, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
+    axes.annotate(lane.words, (lane.end_s, lane.rank), annotation_clip=False, **beside)
+
+
+def _name(axes: Any, span: Span, rank: int) -> None:
+    """Write a span's words into it, if there is room."""
+    room = int((span.to_s - span.from_s) / axes.get_xlim()[1] * LANE_PX / LETTER_PX) - 2
+    fits = len(span.words) <= room or room >= MOST_WORDS // 2
+    words = textwrap.shorten(span.words, max(1, min(room, MOST_WORDS)), placeholder=" …") if fits else ""
+    if words:
+        paper = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.92}
+        middle = (span.from_s + span.to_s) / 2
+        axes.text(middle, rank, words, ha="center", va="center", fontsize=8.5, bbox=paper, zorder=4, parse_math=False)
+
+
+def _label(axes: Any, found: Sequence[Lane], total: float) -> None:
+    axes.set_xticks([tick for tick in axes.get_xticks() if tick <= total])
+    axes.spines["bottom"].set_bounds(0, total)
+    axes.set_ylim(max((lane.rank for lane in found), default=0) + 0.6, -0.6)
+    axes.set_yticks([lane.rank for lane in found])
+    axes.set_yticklabels([f"rank {lane.rank}{', at fault' if lane.at_fault else ''}" for lane in found])
+    for lane, label in zip(found, axes.get_yticklabels(), strict=True):
+        label.set_fontweight("bold" if lane.at_fault else "normal")
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=9)
+    axes.set_xlabel("seconds since the first rank started", loc="left", fontsize=9)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _legend(figure: Any, found: Sequence[Lane], title: str) -> None:
+    """The title, and what the colours, hatchings and marks mean, of those that are there."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    kinds, ends = {span.kind for lane in found for span in lane.spans}, {lane.end for lane in found}
+    keys: list[Any] = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor=edge, linewidth=0.6, label=label)
+        for kind, (label, colour, hatch, edge) in _LOOKS.items()
+        if kind in kinds
+    ]
+    keys += [
+        Line2D([], [], linestyle="", marker=marker, markerfacecolor=colour, markeredgecolor="black", label=label)
+        for end, (label, colour, marker) in _MARKS.items()
+        if end in ends
+    ]
+    place = {"loc": "outside upper left", "frameon": False, "borderaxespad": 0.3, "alignment": "left"}
+    words = {"title": title, "title_fontproperties": {"size": 11, "weight": "bold"}, "fontsize": 8.5}
+    legend = figure.legend(handles=keys, ncols=len(keys), handlelength=1.8, columnspacing=1.3, **words, **place)
+    legend.get_title().set_parse_math(False)
+
+
+def _alt(run: Run, table: Sequence[Row]) -> str:
+    """What the figure shows, in words that are the same in every run."""
+    said = "; ".join(f"rank {row.rank} {row.words}{f', {row.where}' if row.where else ''}" for row in table)
+    return stable(f"The ranks of {run.name} over time. State: {run.state.replace('_', ' ')}. {said}.")

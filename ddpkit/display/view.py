@@ -1,0 +1,394 @@
+"""`RunView`: a running job as live lanes in a notebook; speaks by short messages to `view.js`, which draws them, and
+`evidence.js`, which draws what was found when nothing moved.
+
+Lines only queue here. A clock on a thread of its own sends what has queued: the first line after a quiet time at
+once, then a batch every `TICK_S`. Queues are bounded; what does not fit is counted and told, never sent.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anywidget
+import traitlets
+
+from ddpkit.diagnosis.rows import Row as RankRow
+from ddpkit.diagnosis.rows import Standstill, first_paragraph, rows, short_file
+from ddpkit.diagnosis.run import Diagnosis
+from ddpkit.runfolder.frames import Frame
+
+from .sink import Line, Now
+
+if TYPE_CHECKING:
+    from ddpkit.run import Run
+
+TICK_S = 0.04
+# The most text in one batch. In a flood nobody reads along, and a browser lays out about 100 lines in 10 ms: then less.
+BATCH_CHARS = 48_000
+FLOOD_CHARS = 12_000
+MOST_PENDING = 2_000
+MOST_REMEMBERED = 500
+PICTURE_CHARS = 240_000
+MOST_SAMPLES = 120
+MOST_EVIDENCE = 4
+# A front end may load view.js late, and its question may wait behind the busy cell: then it is told unasked.
+UNASKED_AT_S = (1.0, 3.0, 8.0)
+
+STREAMS = {"stdout": 0, "stderr": 1}
+GAP = 2
+
+# What goes over the wire for one line: [stream, seconds since the start, text, attempt, 1 if open]. For a gap the text
+# is the number of lines that are not shown in its place.
+Row = list[Any]
+
+
+class Lane:
+    """One rank's lines on their way to the view, and the little that is kept for a view that comes late."""
+
+    def __init__(self) -> None:
+        self.pending: deque[Row] = deque()
+        self.dropped = 0
+        self.remembered: deque[Row] = deque(maxlen=MOST_REMEMBERED)
+        self.counted = 0
+        self.skipped = 0
+        self.last_seq: dict[tuple[int, int], int] = {}
+        self.samples: list[list[float | None]] = []
+
+    def add(self, line: Line, start_ns: int) -> None:
+        """Queue a line; a jump in its numbers says how many never came, and where."""
+        stream = STREAMS.get(line.stream, 0)
+        seconds = round((line.seen_ns - start_ns) / 1e9, 2)
+        if not line.open:
+            last = self.last_seq.get((stream, line.attempt), line.seq - 1)
+            self.last_seq[stream, line.attempt] = line.seq
+            self.skip(line.seq - last - 1, seconds, line.attempt)
+        row: Row = [stream, seconds, line.text, line.attempt, int(line.open)]
+        if self.pending and _replaces(row, self.pending[-1]):
+            self.pending[-1] = row
+            return
+        self.pending.append(row)
+        self.squeeze(MOST_PENDING)
+
+    def skip(self, lines: int, seconds: float, attempt: int) -> None:
+        """Leave a notice that `lines` lines are missing here."""
+        if lines <= 0:
+            return
+        self.skipped += lines
+        self.pending.append([GAP, seconds, lines, attempt, 0])
+
+    def squeeze(self, most: int) -> None:
+        """Drop the oldest queued rows above `most`; `take` says how many lines they were."""
+        while len(self.pending) > most:
+            self.dropped += _lines_in(self.pending.popleft())
+
+    def take(self, chars: float) -> list[Row]:
+        """The next rows to show, about `chars` of text; they are remembered for late views."""
+        rows: list[Row] = []
+        if self.dropped:
+            first = self.pending[0] if self.pending else [GAP, 0, 0, 0, 0]
+            rows.append([GAP, first[1], self.dropped, first[3], 0])
+            self.dropped = 0
+        while self.pending and chars > 0:
+            row = self.pending.popleft()
+            chars -= 40 + (len(row[2]) if row[0] != GAP else 0)
+            rows.append(row)
+        for row in rows:
+            self._remember(row)
+        return rows
+
+    def picture(self, chars: int) -> list[Row]:
+        """The newest remembered rows, about `chars` of text, opened by a notice of what came before them."""
+        rows: deque[Row] = deque()
+        for row in reversed(self.remembered):
+            chars -= 40 + (len(row[2]) if row[0] != GAP else 0)
+            if chars < 0:
+                break
+            rows.appendleft(row)
+        earlier = self.counted - sum(map(_lines_in, rows))
+        return ([[GAP, rows[0][1] if rows else 0, earlier, 0, 0]] if earlier > 0 else []) + list(rows)
+
+    def sample(self, seconds: float, *mib: float | None) -> None:
+        """Add a point to the memory curve; when it has too many, every other one goes."""
+        self.samples.append([round(seconds, 1), *map(_whole, mib)])
+        if len(self.samples) > MOST_SAMPLES:
+            del self.samples[1::2]
+
+    def _remember(self, row: Row) -> None:
+        if self.remembered and _replaces(row, self.remembered[-1]):
+            self.remembered.pop()
+        self.remembered.append(row)
+        self.counted += _lines_in(row)
+
+
+class RunView(anywidget.AnyWidget):
+    """The live view of one job: a lane per rank, memory, states, a Stop button. A `Sink`."""
+
+    # A widget has one module; kept in two files.
+    _esm = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("view.js", "evidence.js"))
+    _css = Path(__file__).with_name("view.css")
+    # What the job is: set once, at its beginning.
+    job = traitlets.Dict().tag(sync=True)
+    # The final picture, bounded: all that a view without a kernel has.
+    final = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._lock = threading.Lock()
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._clock: threading.Thread | None = None
+        self._lanes: dict[int, Lane] = {}
+        self._now: Now | None = None
+        self._fresh = False
+        self._told_still: Standstill | None = None
+        self._start_ns = time.time_ns()
+        self._sent = 0
+        self._asked: list[str] = []
+        self._unasked = list(UNASKED_AT_S)
+        self._stop: Callable[[], None] | None = None
+        self._stopping = False
+        self._gone = False
+        super().__init__(**kwargs)
+        self._hears_clicks = hear_clicks_while_busy(self)
+        self.on_msg(self._hear)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """The widget, with a text form that never varies, so that stored and fresh outputs compare equal."""
+        bundle = super()._repr_mimebundle_(**kwargs)
+        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        if data is not None:
+            ranks = self.job.get("nproc", 0)
+            name = self.job.get("name", "no job yet")
+            data["text/plain"] = f"live view of {name}: {ranks} rank{'' if ranks == 1 else 's'}"
+        return bundle
+
+    # The sink: called by the watching thread.
+
+    def begin(self, run: Run, stop: Callable[[], None]) -> None:
+        """The job starts: its name goes out, the clock runs."""
+        self._stop, self._start_ns = stop, time.time_ns()
+        self._lanes = {rank: Lane() for rank in range(run.nproc)}
+        about = {"name": run.name, "nproc": run.nproc, "facts": f"{run.facts} · {run.started}", "command": run.command}
+        self._keep("job", {**about, "hears": self._hears_clicks})
+        self._clock = threading.Thread(target=self._run_clock, name=f"ddpkit shows {run.name}", daemon=True)
+        self._clock.start()
+
+    def lines(self, batch: Sequence[Line]) -> None:
+        """Queue lines; the clock sends them."""
+        with self._lock:
+            for line in batch:
+                self._lane(line.rank).add(line, self._start_ns)
+        self._wake.set()
+
+    def now(self, now: Now) -> None:
+        """Take the state of every rank; the clock sends it."""
+        with self._lock:
+            self._now, self._fresh = now, True
+            for rank in now.ranks:
+                self._lane(rank.rank).sample(now.elapsed_s, rank.rss_mib, rank.device_mib)
+            for number, skipped in now.skipped.items():
+                # Mostly known from the lines' numbers already.
+                lane = self._lane(number)
+                lane.skip(skipped - lane.skipped, round(now.elapsed_s, 2), 0)
+        self._wake.set()
+
+    def end(self, run: Run) -> None:
+        """The job has ended: the clock stops, the last lines go out, and the final picture is set."""
+        self._over.set()
+        self._wake.set()
+        if self._clock is not None and self._clock is not threading.current_thread():
+            self._clock.join()
+        for lane in self._lanes.values():
+            lane.squeeze(MOST_REMEMBERED)
+        self._send_batch(math.inf)
+        picture = self._picture()
+        # The last look at the ranks may be older than their last line.
+        at = max(picture.get("at", 0), round((time.time_ns() - self._start_ns) / 1e9, 2))
+        self._keep("final", {**picture, "at": at, "state": run.state, **_ending(run)})
+
+    # The clock.
+
+    def _run_clock(self) -> None:
+        while not self._over.is_set() and not self._gone:
+            self._wake.wait()
+            self._wake.clear()
+            flooded = any(lane.dropped or len(lane.pending) > MOST_PENDING // 2 for lane in list(self._lanes.values()))
+            self._send_batch(FLOOD_CHARS if flooded else BATCH_CHARS)
+            self._send_pictures()
+            self._over.wait(TICK_S)
+            if any(lane.pending for lane in list(self._lanes.values())):
+                self._wake.set()
+
+    def _send_batch(self, chars: float) -> None:
+        with self._lock:
+            waiting = [number for number, lane in self._lanes.items() if lane.pending or lane.dropped]
+            lanes = [[number, self._lanes[number].take(chars / len(waiting))] for number in waiting]
+            states = self._states() if self._fresh else {}
+            if self._now is not None and self._now.still != self._told_still:
+                self._told_still = self._now.still
+                states["still"] = _still(self._now)
+            self._fresh = False
+        if not lanes and not states:
+            return
+        self._sent += 1
+        self._tell({"kind": "batch", "n": self._sent, "lanes": lanes, **states})
+
+    def _send_pictures(self) -> None:
+        """Give late views what they missed; each view takes the first picture that is for it or for all."""
+        with self._lock:
+            asked, self._asked = self._asked, []
+            elapsed = (time.time_ns() - self._start_ns) / 1e9
+            while self._unasked and elapsed > self._unasked[0]:
+                asked = [*asked, ""]
+                self._unasked.pop(0)
+            picture = self._picture() if asked else {}
+        for view in asked:
+            self._tell({"kind": "picture", "for": view, "n": self._sent, **picture})
+
+    def _picture(self) -> dict[str, Any]:
+        chars = PICTURE_CHARS // max(1, len(self._lanes))
+        return {
+            "lanes": [[number, lane.picture(chars)] for number, lane in self._lanes.items()],
+            "curves": [[number, lane.samples] for number, lane in self._lanes.items()],
+            **self._states(),
+            "still": _still(self._now),
+        }
+
+    def _states(self) -> dict[str, Any]:
+        now = self._now
+        if now is None:
+            return {}
+        return {
+            "at": round(now.elapsed_s, 2),
+            "state": "stopping" if self._stopping and now.state == "running" else now.state,
+            "note": now.note,
+            "ranks": [
+                [r.rank, r.kind, r.words, _whole(r.rss_mib), r.device, _whole(r.device_mib), r.attempt]
+                for r in now.ranks
+            ],
+        }
+
+    def _lane(self, rank: int) -> Lane:
+        return self._lanes.setdefault(rank, Lane())
+
+    # The browser.
+
+    def _hear(self, _widget: object, content: Any, _buffers: object) -> None:
+        """A message from a view, on whatever thread the kernel reads it."""
+        kind = content.get("kind") if isinstance(content, dict) else None
+        if kind == "stop" and self._stop is not None and not self._over.is_set():
+            self._stopping = True
+            self._stop()
+            self._tell({"kind": "heard"})
+        elif kind == "hello":
+            with self._lock:
+                self._asked.append(str(content.get("view", "")))
+            self._wake.set()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """Send; a kernel or browser that has gone must not disturb the job, so one failure ends all sending."""
+        if self._gone:
+            return
+        try:
+            self.send(message)
+        except Exception:
+            self._gone = True
+
+    def _keep(self, name: str, value: dict[str, Any]) -> None:
+        """Set a synced trait; it keeps its value even where telling the browser fails."""
+        try:
+            setattr(self, name, value)
+        except Exception:
+            self._gone = True
+
+
+def hear_clicks_while_busy(widget: Any) -> bool:
+    """Let this widget's messages be read while a cell runs, where the kernel can; returns whether it can.
+
+    JupyterLab sends a widget's messages to a subshell, a thread beside the one that runs cells. ipykernel 7 puts them
+    back on the thread that last sent something, which is the busy one. Here they stay where the front end sends them.
+    """
+    comm: Any = getattr(widget, "comm", None)
+    if not hasattr(comm, "_reply_subshell_for"):
+        return False
+    try:
+        comm._reply_subshell_for = lambda data, default: default
+    except Exception:
+        return False
+    return True
+
+
+def _ending(run: Run) -> dict[str, Any]:
+    """What is known once the job is over. Without the verdict nothing in it tells one failed rank from another."""
+    table = {row.rank: row for row in rows(run.ranks, [r.rank for r in run.ranks if r.role == "culprit"], run.revealed)}
+    ranks = [_ended_rank(rank, table[rank.rank], run.revealed) for rank in run.ranks]
+    sentence, alike = (run.verdict.sentence, run.culprit == "every rank") if run.revealed else ("", False)
+    said = {"alike": alike, "note": " ".join(run.notes), "endings": ranks}
+    if run.state == "passed":
+        return {"over": True, **said, "still": None}
+    diagnosis = _diagnosis(run.diagnosis) if run.revealed and run.diagnosis else None
+    seen = {"sentence": sentence, "rows": [_row(row) for row in table.values()], "diagnosis": diagnosis}
+    return {"over": True, **said, "still": seen}
+
+
+def _still(now: Now | None) -> dict[str, Any] | None:
+    """What was found when nothing moved; None while the job goes on."""
+    if now is None or now.still is None:
+        return None
+    table = [_row(row) for row in now.still.rows]
+    return {"sentence": now.still.sentence, "at": round(now.still.at_s, 2), "rows": table}
+
+
+def _row(row: RankRow) -> dict[str, Any]:
+    return {
+        "rank": row.rank,
+        "state": row.state,
+        "tone": row.tone,
+        "where": row.where,
+        "collective": row.collective,
+        "waits": row.waits,
+        "silent": None if row.silent_s is None else round(row.silent_s, 1),
+        "busy": row.busy,
+        "stack": [_frame(frame) for frame in row.stack],
+        "workers": [[_frame(frame) for frame in stack] for stack in row.workers],
+    }
+
+
+def _frame(frame: Frame) -> list[Any]:
+    """[1 if the user's own, line, source, function, file]"""
+    return [int(frame.own), frame.line, frame.source, frame.function, short_file(frame)]
+
+
+def _diagnosis(found: Diagnosis) -> dict[str, Any]:
+    said = [evidence.said for evidence in found.evidence][:MOST_EVIDENCE]
+    about = {"name": found.name, "confidence": found.confidence, "title": found.title, "evidence": said}
+    return {**about, "page": first_paragraph(found)}
+
+
+def _ended_rank(rank: Any, row: RankRow, revealed: bool) -> list[Any]:
+    """[rank, role, words, type, message, line, peak MiB]; a role of "failed" names nobody."""
+    failure, peak = rank.failure, _whole(rank.peak_rss_mib)
+    type_, message, line = (failure.type, failure.message, failure.line_text) if failure else ("", "", "")
+    if revealed:
+        words = row.words if row.silent_s is not None else rank.words
+        return [rank.rank, rank.role, words, type_, message[:4_000], line, peak]
+    passed = getattr(rank, "exitcode", None) == 0 or rank.role == "passed"
+    words = "passed" if passed else f"raised {type_}" if type_ and not type_.startswith(("SIG", "os.")) else rank.words
+    return [rank.rank, "passed" if passed else "failed", words.split(": a consequence")[0], "", "", "", peak]
+
+
+def _replaces(row: Row, before: Row) -> bool:
+    """Whether `row` is the newer state of the open line `before`."""
+    return bool(before[4]) and before[0] == row[0] and before[3] == row[3]
+
+
+def _lines_in(row: Row) -> int:
+    return row[2] if row[0] == GAP else 1 - row[4]
+
+
+def _whole(mib: float | None) -> int | None:
+    return round(mib) if mib is not None and math.isfinite(mib) else None

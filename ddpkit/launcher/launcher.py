@@ -1,0 +1,253 @@
+"""`launch`: target and options become a torchrun command, a watched job and a `Run`. Knows no widget; speaks to a sink."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ddpkit import __version__
+from ddpkit.display import notebook
+from ddpkit.display.sink import Sink
+from ddpkit.errors import LaunchError
+from ddpkit.processes import zygote
+from ddpkit.processes.agent import Job, Start
+from ddpkit.run import Run, save_spec
+from ddpkit.runfolder import wire
+from ddpkit.runfolder.folders import new_run_folder
+from ddpkit.watcher.watcher import Limits, Watcher
+
+from .options import Options, Sharing, about_unknown, checked_options, decided_backend, sharing
+from .target import Target, resolve
+
+# What ipykernel sets for itself, and what would make a rank's output differ from a terminal's.
+_NOTEBOOK_ONLY = ("JPY_PARENT_PID", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PYDEVD_USE_FRAME_EVAL")
+
+
+def launch(
+    target: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    nproc: int | str = 2,
+    backend: str | None = None,
+    env: Mapping[str, str | None] | None = None,
+    timeout: float | None = None,
+    stall: float | None = 10.0,
+    stop_on_stall: bool = False,
+    warm: bool = True,
+    wait: bool = True,
+    check: bool = False,
+    show: bool | str = True,
+    name: str | None = None,
+    reveal: bool = True,
+    max_restarts: int = 0,
+    torchrun: Sequence[str] = (),
+    share_gpu: bool = False,
+    **unknown: Any,
+) -> Run:
+    """Start a real torchrun job on this machine and return its `Run`. A job that fails raises nothing, as with `subprocess.run`.
+
+    Args:
+        target: path of a script, name of a module, or a function, defined in a cell too.
+        args: the script's arguments as strings, or the function's positional arguments.
+        kwargs: the function's keyword arguments.
+        nproc: ranks on this machine; "gpu", "cpu" or "auto" as with torchrun.
+        backend: "gloo" or "nccl" for `ddpkit.rank.setup()`; None takes nccl where each rank has a GPU of its own.
+        env: environment variables to add; None as a value takes one away.
+        timeout: seconds after which the job is ended, with every rank's stack in the run; None lets it run.
+        stall: seconds without output, report or new collective after which the ranks' stacks are gathered and shown.
+        stop_on_stall: end the job at the first stall (state "hung"); after five times as long where a rank still computes,
+            is at the disk, or has failed and is on its way out.
+        warm: fork the job from a process that has torch imported already; False starts every process anew. `run.warm` tells.
+        wait: False returns at once with a live `Run` (`.wait()`, `.stop()`).
+        check: raise `JobFailed` unless the job passes.
+        show: True shows the live view in a notebook and text elsewhere; "text" streams rank-tagged text; False is silent.
+        name: what the run is called; by default the target's own name.
+        reveal: False keeps the verdict out of the view and the text, so that a reader can judge first.
+        max_restarts: how often torchrun starts the ranks anew after a failure.
+        torchrun: further options for torchrun itself, such as ["--rdzv-conf", "timeout=60"].
+        share_gpu: let more NCCL ranks than GPUs share these, over sockets, to see NCCL's own errors on one GPU; slow.
+
+    Raises:
+        LaunchError: the job cannot be started as asked; nothing was started.
+        JobFailed: with `check=True`, the job did not pass.
+    """
+    if unknown:
+        raise LaunchError(about_unknown(unknown))
+    options = checked_options(
+        nproc=nproc,
+        backend=backend,
+        env=env,
+        timeout=timeout,
+        stall=stall,
+        stop_on_stall=stop_on_stall,
+        max_restarts=max_restarts,
+        torchrun=torchrun,
+        name=name,
+        reveal=reveal,
+        warm=warm,
+        share_gpu=share_gpu,
+    )
+    refuse_inside_a_rank()
+    return start(resolve(target, args, kwargs or {}), options, wait=wait, check=check, show=show)
+
+
+def warm_up() -> None:
+    """Begin to import torch in the background, so that the first launch is fast; called where a notebook loads ddpkit."""
+    zygote.begin(_base_environment())
+
+
+def start(
+    target: Target,
+    options: Options,
+    *,
+    wait: bool = True,
+    check: bool = False,
+    show: bool | str | Sink = True,
+    patient: bool | None = None,
+) -> Run:
+    """Start `target`; with `wait`, return when it is over. Called by `launch`, the cell magic and the bench.
+
+    `patient`: wait for a zygote that is still importing rather than start cold; by default where `wait` is.
+    """
+    env = _environment(target, options)
+    backend = decided_backend(options, env)
+    env[wire.ENV_BACKEND] = backend
+    shared = sharing(options, env)
+    env |= shared.settings
+    sink = notebook.sink_for(show)
+    folder = new_run_folder(options.name or target.name)
+    program, *rest = target.write(folder)
+    command = _torchrun([program, *rest], options)
+    spec = _spec(target, options, command, env, backend, shared) | {"program": "" if program == "-m" else program}
+    save_spec(folder, spec)
+    env[wire.ENV_RUN] = str(folder)
+    job = Job(
+        folder,
+        Start(
+            command,
+            env | _torchrun_settings(folder),
+            _cold_because(target, options, env),
+            target.imports_from(folder),
+            target.variables(),
+            _base_environment(),
+            zygote.PATIENCE_S if (wait if patient is None else patient) else 0,
+        ),
+    )
+    save_spec(folder, {**spec, "cold_because": job.cold_because})
+    run = Run(folder, job, options.reveal)
+    limits = Limits(options.timeout_s, options.stall_s, options.stop_on_stall)
+    sink.begin(run, lambda: job.stop("stopped"))
+    if sink is not show:
+        notebook.show_live(sink)
+    Watcher(run, job, sink, limits).start()
+    if wait:
+        _wait(job)
+        notebook.show_ended(run, sink)
+    return run.check() if check and wait else run
+
+
+def _wait(job: Job) -> None:
+    """Wait for the end of the job; an interrupt ends it, and control comes back when nothing of it is left."""
+    while not job.over.is_set():
+        try:
+            job.over.wait()
+        except KeyboardInterrupt:
+            job.stop("stopped")
+
+
+def refuse_inside_a_rank() -> None:
+    """A rank that launches jobs would launch as many as there are ranks."""
+    if wire.ENV_RUN in os.environ and "RANK" in os.environ:
+        raise LaunchError(
+            f"launch: called inside rank {os.environ['RANK']} of a running job, where every rank would start a job of its own; "
+            'call it from the notebook, or guard the call with `if __name__ == "__main__"` in a file that ranks import.'
+        )
+
+
+# What is started.
+
+
+def _torchrun(target: Sequence[str], options: Options) -> list[str]:
+    """The plain command line. Logs, and ddpkit's part in each rank, come in through the environment."""
+    own_rendezvous = any(o.startswith(("--rdzv", "--master", "--nnodes", "--node-rank")) for o in options.torchrun)
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += [] if own_rendezvous else ["--standalone"]
+    command += ["--nproc-per-node", str(options.nproc)]
+    command += ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
+    return [*command, *options.torchrun, *target]
+
+
+def _torchrun_settings(folder: Path) -> dict[str, str]:
+    return {
+        "PYTHON_EXEC": str(folder / wire.RANK_PYTHON),
+        "PET_LOG_DIR": str(folder / wire.LOGS),
+        "PET_REDIRECTS": "3",
+        "PET_MONITOR_INTERVAL": "0.05",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
+    }
+
+
+def _base_environment() -> dict[str, str]:
+    """This process's environment without what only concerns a notebook."""
+    env = {k: v for k, v in os.environ.items() if k not in _NOTEBOOK_ONLY and not k.startswith("PET_")}
+    if "matplotlib_inline" in env.get("MPLBACKEND", ""):
+        del env["MPLBACKEND"]
+    return env
+
+
+def _cold_because(target: Target, options: Options, env: Mapping[str, str]) -> str:
+    """Why this job must not start warm, "" where it may."""
+    if not options.warm:
+        return "warm=False"
+    if target.orders_by_hash(env):
+        return "it goes through a set or asks for a hash, and forks would all do so in the same order"
+    return ""
+
+
+def _environment(target: Target, options: Options) -> dict[str, str]:
+    env = _base_environment()
+    if target.path_folder:
+        env["PYTHONPATH"] = os.pathsep.join(p for p in (target.path_folder, env.get("PYTHONPATH")) if p)
+    for key, value in options.env.items():
+        if value is None:
+            env.pop(key, None)
+        else:
+            env[key] = str(value)
+    return env
+
+
+def _changed(env: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in env.items() if os.environ.get(k) != v}
+
+
+def _spec(
+    target: Target, options: Options, command: Sequence[str], env: Mapping[str, str], backend: str, shared: Sharing
+) -> dict[str, Any]:
+    changed = _changed(env)
+    words = shlex.join(command)
+    settings = " ".join(f"{k}={shlex.quote(v)}" for k, v in changed.items())
+    gpus = shared.gpus or options.nproc
+    devices = "CPU" if backend == "gloo" else f"{gpus} GPU" + "s" * (gpus > 1) + ", shared" * bool(shared.gpus)
+    return {
+        "name": options.name or target.name,
+        "nproc": options.nproc,
+        "backend": backend,
+        "device_words": f"{backend} on {devices}",
+        "command": f"cd {shlex.quote(os.getcwd())} && {settings + ' ' if settings else ''}{words}",
+        "torchrun": list(command),
+        "cwd": os.getcwd(),
+        "env": changed,
+        "timeout_s": options.timeout_s,
+        "stall_s": options.stall_s,
+        "notes": [*target.notes, *filter(None, [shared.note])],
+        "script": next(iter(target.files), ""),
+        "versions": {"python": sys.version.split()[0], "torch": metadata.version("torch"), "ddpkit": __version__},
+        "started_ns": time.time_ns(),
+        "launched_by": os.getpid(),
+    }

@@ -1,0 +1,195 @@
+"""The options of a job: each checked before anything starts, near misses told, and the backend decided from them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from ddpkit.errors import LaunchError
+from ddpkit.machine import devices
+from ddpkit.runfolder import wire
+
+BACKENDS = ("gloo", "nccl")
+# Of the commands, by how the job ended; 1 for all else.
+EXIT_CODES = {"passed": 0, "stopped": 130, "timed_out": 124, "hung": 124}
+# What `launch` takes, for whoever mistypes one of them.
+LAUNCH_OPTIONS = (
+    "target args kwargs nproc backend env timeout stall stop_on_stall warm wait check show name reveal max_restarts torchrun "
+    "share_gpu"
+).split()
+
+# NCCL refuses two ranks on one GPU of one host. With an NCCL_HOSTID for each rank, which `rank/joining/process_group.py`
+# sets, it takes them for hosts, and then everything must go over sockets.
+SHARED_GPU = dict(
+    setting.split("=")
+    for setting in (
+        "NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 "
+        "NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0 NCCL_CUMEM_ENABLE=0 NCCL_RAS_ENABLE=0"
+    ).split()
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a job is to be run; what `launch` and the cell magic make of their options."""
+
+    nproc: int
+    backend: str | None
+    env: Mapping[str, str | None]
+    timeout_s: float | None
+    stall_s: float | None
+    stop_on_stall: bool
+    max_restarts: int
+    torchrun: tuple[str, ...]
+    name: str | None
+    reveal: bool
+    warm: bool
+    share_gpu: bool = False
+
+
+def checked_options(
+    *,
+    nproc: Any = 2,
+    backend: str | None = None,
+    env: Mapping[str, str | None] | None = None,
+    timeout: Any = None,
+    stall: Any = 10.0,
+    stop_on_stall: bool = False,
+    max_restarts: Any = 0,
+    torchrun: Sequence[str] = (),
+    reveal: bool = True,
+    warm: bool = True,
+    name: str | None = None,
+    share_gpu: bool = False,
+) -> Options:
+    """The options as asked for, each checked.
+
+    Raises:
+        LaunchError: one of them cannot be.
+    """
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+        raise LaunchError(f"launch: max_restarts={max_restarts!r} is not a count; give 0 or more.")
+    if isinstance(torchrun, str):
+        raise LaunchError(f"launch: torchrun={torchrun!r} is one string; give a list, such as {torchrun.split()!r}.")
+    return Options(
+        nproc=_ranks_asked_for(nproc),
+        backend=backend,
+        env=dict(env or {}),
+        timeout_s=_seconds("timeout", timeout),
+        stall_s=_seconds("stall", stall),
+        stop_on_stall=stop_on_stall,
+        max_restarts=max_restarts,
+        torchrun=tuple(torchrun),
+        name=name,
+        reveal=reveal,
+        warm=warm,
+        share_gpu=share_gpu,
+    )
+
+
+def about_unknown(unknown: Mapping[str, Any]) -> str:
+    """The sentence for options that `launch` does not have."""
+    name = next(iter(unknown))
+    near = difflib.get_close_matches(name, LAUNCH_OPTIONS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}=?" if near else "a function's own arguments go in args= and kwargs=."
+    return f"launch: there is no option {name}=; {hint}"
+
+
+def _ranks_asked_for(nproc: Any) -> int:
+    gpus = len(devices.visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))) if isinstance(nproc, str) else 0
+    named = {"cpu": os.cpu_count() or 1, "gpu": gpus, "auto": gpus or os.cpu_count() or 1}
+    if nproc == "gpu" and not gpus:
+        raise LaunchError('launch: nproc="gpu" asked for, but no GPU is visible; use a number, or "cpu".')
+    number = named.get(nproc, nproc) if isinstance(nproc, str) else nproc
+    if isinstance(number, str) and number.isdigit():
+        number = int(number)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise LaunchError(f'launch: nproc={nproc!r} is not a number of ranks; use 1 or more, "cpu", "gpu" or "auto".')
+    most = devices.most_ranks()
+    if number < 1:
+        raise LaunchError(f"launch: nproc={number} asked for; a job has at least one rank.")
+    if number > most:
+        raise LaunchError(
+            f"launch: {number} ranks asked for on {os.cpu_count()} cores; the most allowed here is {most}."
+        )
+    return number
+
+
+def _seconds(option: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise LaunchError(f"launch: {option}={value!r} is not a time; give seconds above 0, or None for no limit.")
+    return float(value)
+
+
+def decided_backend(options: Options, env: Mapping[str, str]) -> str:
+    """NCCL where each rank has a GPU of its own or is to share one, otherwise gloo; decided before any rank starts."""
+    asked = options.backend or env.get(wire.ENV_BACKEND)
+    if asked is not None and asked not in BACKENDS:
+        near = difflib.get_close_matches(asked.lower(), BACKENDS, n=1)
+        hint = f'did you mean "{near[0]}"?' if near else "use one of them, or None to have it chosen."
+        raise LaunchError(f'launch: backend "{asked}" is not one of {", ".join(BACKENDS)}; {hint}')
+    gpus = _usable_gpus(env)
+    if options.share_gpu:
+        _check_sharing(asked, gpus, env)
+        return "nccl"
+    if asked == "nccl" and gpus < options.nproc:
+        advice = f'nproc={gpus}, backend="gloo", or share_gpu=True' if gpus else 'backend="gloo"'
+        found = _found(gpus, env)
+        raise LaunchError(f'launch: {options.nproc} ranks asked for with backend "nccl", but {found}. Use {advice}.')
+    return asked or ("nccl" if gpus >= options.nproc else "gloo")
+
+
+def _check_sharing(asked: str | None, gpus: int, env: Mapping[str, str]) -> None:
+    if asked == "gloo":
+        advice = 'Use backend="nccl", or leave share_gpu out.'
+        raise LaunchError(f'launch: share_gpu=True asked for with backend "gloo", which needs no GPU. {advice}')
+    if not gpus:
+        advice = 'Use backend="gloo" without it.'
+        raise LaunchError(f"launch: share_gpu=True asked for, but {_found(gpus, env)}. {advice}")
+
+
+def _found(gpus: int, env: Mapping[str, str]) -> str:
+    if not torch_has_cuda():
+        return "this torch was built without CUDA"
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    said = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    return f"{gpus} GPU is visible{said}" if gpus == 1 else f"{gpus} GPUs are visible{said}"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks share GPUs: how many of these (0: each has its own), what is added to the environment, the run's note."""
+
+    gpus: int
+    settings: Mapping[str, str]
+    note: str
+
+
+def sharing(options: Options, env: Mapping[str, str]) -> Sharing:
+    """How the ranks of a job share GPUs. What the user has set in the job's environment `env` stays."""
+    gpus = _usable_gpus(env) if options.share_gpu else 0
+    if gpus >= options.nproc or not gpus:
+        return Sharing(0, {}, "share_gpu changed nothing: each rank has a GPU of its own." if gpus else "")
+    settings = {wire.ENV_SHARE_GPU: "1", **{name: value for name, value in SHARED_GPU.items() if name not in env}}
+    shared = f"{options.nproc} ranks share {gpus} GPU{'s' if gpus > 1 else ''}"
+    note = f"{shared} by NCCL over sockets: its errors and timeouts are NCCL's own, its speed is not."
+    return Sharing(gpus, settings, note)
+
+
+def _usable_gpus(env: Mapping[str, str]) -> int:
+    return len(devices.visible_gpus(env.get("CUDA_VISIBLE_DEVICES"))) if torch_has_cuda() else 0
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch can use CUDA, by its version's local tag; torch is not imported."""
+    try:
+        return "+cpu" not in metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise LaunchError(f"launch: torch is not installed for {sys.executable}; pip install torch.") from None

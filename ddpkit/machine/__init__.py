@@ -1,0 +1,1 @@
+"""What `ddpkit doctor` asks of this machine."""

@@ -1,0 +1,83 @@
+"""`ddpkit doctor`: what this machine offers a job and what would break one, line by line, with what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from html import escape
+
+from . import checks, torch_checks
+from .checks import Check
+
+MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """What the doctor found, as a table in text and in notebooks; `problems` are the lines that would break a job."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def problems(self) -> tuple[Check, ...]:
+        """The lines that would break a job."""
+        return tuple(c for c in self.checks if c.level == "problem")
+
+    def __repr__(self) -> str:
+        width = max(len(c.name) for c in self.checks)
+        rows = []
+        for check in self.checks:
+            rows.append(f"{MARKS[check.level]:<8}{check.name:<{width}}  {check.found}")
+            if check.advice and check.level != "ok":
+                rows.append(f"{'':<8}{'':<{width}}  -> {check.advice}")
+        return "\n".join([*rows, self.summary])
+
+    @property
+    def summary(self) -> str:
+        """One sentence over all of it."""
+        if not self.problems:
+            return "Nothing here would break a job."
+        return f"{len(self.problems)} would break a job: {', '.join(c.name for c in self.problems)}."
+
+    def _repr_html_(self) -> str:
+        colours = {"ok": "inherit", "note": "#9a6700", "problem": "#cf222e"}
+        rows = "".join(
+            f'<tr><td style="text-align:left;color:{colours[c.level]}">{MARKS[c.level]}</td>'
+            f'<td style="text-align:left"><b>{escape(c.name)}</b></td><td style="text-align:left">{escape(c.found)}'
+            + (f"<br>→ {escape(c.advice)}" if c.advice and c.level != "ok" else "")
+            + "</td></tr>"
+            for c in self.checks
+        )
+        return f'<div class="ddpkit-doctor"><table>{rows}</table><div>{escape(self.summary)}</div></div>'
+
+    def json(self) -> str:
+        """The lines as JSON: name, found, level and advice of each, and how many are problems."""
+        return json.dumps({"problems": len(self.problems), "checks": [asdict(c) for c in self.checks]}, indent=1)
+
+
+def doctor(environment: Mapping[str, str] = os.environ) -> Report:
+    """Look over this machine before a job: torch, GPUs, memory, limits, network, kernel log, stale variables.
+
+    Takes some seconds: torch is asked in a process of its own, and DDP is built once under TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    """
+    return Report(tuple(_every_check(environment)))
+
+
+def _every_check(environment: Mapping[str, str]) -> Iterator[Check]:
+    """Look at everything, one line after the other."""
+    told = torch_checks.probe()
+    yield checks.python()
+    yield from torch_checks.torch_build(told)
+    yield from torch_checks.gpus(told, environment)
+    yield checks.shared_memory()
+    yield checks.open_files()
+    yield checks.processes()
+    yield checks.memory()
+    yield checks.cores(len(told.get("gpus", {}).get("names", ())), environment)
+    yield from checks.network(environment)
+    yield checks.port()
+    yield checks.kernel_log()
+    yield torch_checks.debug_detail(told)
+    yield from checks.variables(environment)

@@ -1,0 +1,1 @@
+"""Start, stop, keep and fork processes, so that none is left behind."""

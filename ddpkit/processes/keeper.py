@@ -1,0 +1,337 @@
+"""Stands over one process of a job: starts it, passes signals on, writes down how it ended, and lets nothing outlive its owner.
+
+The same program is used twice. Over the torchrun agent its owner is the kernel (`agent.py` starts it);
+over each rank its owner is the agent (torchrun starts it through PYTHON_EXEC). So the chain kernel - keeper -
+agent - keeper - rank breaks nowhere: whichever link is killed, those below it end and those above it know.
+It runs as `python -I -S keeper.py`, or in a process that the zygote has forked (`recorder/zygote.py`), and is single-threaded
+either way, so that a parent-death signal may be trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from ddpkit.processes.forked_client import end_like
+from ddpkit.processes.oom import OomWatch
+from ddpkit.runfolder import wire
+
+TICK_S = 0.2
+RANK_GRACE_S = 2.0
+AGENT_GRACE_S = 4.0
+SWEEP_GRACE_S = 2.5
+# Holds the shared memory of loaders under the "file_system" strategy: it removes the files and ends seconds after the
+# last process of the job, unless somebody kills it first.
+ENDS_BY_ITSELF = "torch_shm_manager"
+LINGER_S = 1.0
+LOOKED_AT_WITHIN_S = 3.0
+ALIKE_WITHIN_S = 6.0
+PASSED_ON = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCONT,
+    signal.SIGQUIT,
+)
+FATAL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+PR_SET_PDEATHSIG = 1
+
+
+class Owner:
+    """The process for whose sake another one runs. A pid that has passed to someone else does not deceive it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._born = born(pid)
+
+    def gone(self) -> bool:
+        """Whether it has ended, even if nobody has reaped it yet."""
+        return self._born is None or born(self.pid) != self._born
+
+
+def born(pid: int) -> bytes | None:
+    """When process `pid` started, in clock ticks since boot; None where it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            state, *rest = stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if state in (b"Z", b"X") else rest[18]
+
+
+class Forked(BaseException):
+    """Carries a fresh process out of all frames of the one it was forked from; whoever forks for good catches it."""
+
+    def __init__(self, become: Callable[[], NoReturn]) -> None:
+        super().__init__()
+        self.become = become
+
+
+class Keeper:
+    """Keeps one child, which runs `become` and never returns from it. `run` returns when the child has been reaped and
+    its record written."""
+
+    def __init__(self, become: Callable[[], None], owner: Owner, record: Path, grace_s: float) -> None:
+        self.become = become
+        self.owner = owner
+        self.record = record
+        self.grace_s = grace_s
+        self.told: str | None = None
+        self.told_ns = 0
+        self.killed_for = ""
+        self.status: int | None = None
+        self.peak_rss_mib = 0.0
+
+    def run(self, after: Callable[[], None]) -> int:
+        """Start the child, wait for it, write the record, call `after`; returns the child's wait status."""
+        signals = {*PASSED_ON, signal.SIGCHLD}
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        self.pid = self._start()
+        self._memory = OomWatch(self.pid)
+        while not self._reaped():
+            self._memory.follow()
+            caught = signal.sigtimedwait(signals, TICK_S)
+            if caught and caught.si_signo != signal.SIGCHLD:
+                self._pass_on(signal.Signals(caught.si_signo))
+            self._mind_the_owner()
+            self._lose_patience()
+        self._write_record()
+        after()
+        return self.status or 0
+
+    def _start(self) -> int:
+        import ctypes
+
+        prctl = ctypes.CDLL(None).prctl
+        keeper = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            # A group of its own: whoever signals the keeper's group reaches the child once, by way of the keeper.
+            os.setpgid(0, 0)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != keeper:
+                os._exit(1)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            self.become()
+        except Forked:
+            raise
+        except BaseException as error:
+            print(f"ddpkit: this process could not be started: {error}", file=sys.stderr, flush=True)
+        os._exit(127)
+
+    def _reaped(self) -> bool:
+        pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+        if pid == 0:
+            return False
+        self.status = status
+        self.ended_ns = time.time_ns()
+        self.peak_rss_mib = round(usage.ru_maxrss / 1024, 1)
+        return True
+
+    def _pass_on(self, which: signal.Signals) -> None:
+        if which in FATAL and self.told is None:
+            self.told, self.told_ns = which.name, time.time_ns()
+        self._signal_group(which)
+
+    def _signal_group(self, which: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, which)
+        except (ProcessLookupError, PermissionError):
+            # The group is not made yet in the first instant after the fork.
+            try:
+                os.kill(self.pid, which)
+            except ProcessLookupError:
+                pass
+
+    def _mind_the_owner(self) -> None:
+        if self.told is None and self.owner.gone():
+            self.killed_for = "its owner is gone"
+            self._pass_on(signal.SIGTERM)
+
+    def _lose_patience(self) -> None:
+        if self.told and time.time_ns() - self.told_ns > self.grace_s * 1e9:
+            self.killed_for = f"it ignored {self.told} for {self.grace_s:g} s"
+            self._signal_group(signal.SIGKILL)
+
+    def _write_record(self) -> None:
+        status = self.status or 0
+        died_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        record = {
+            "pid": self.pid,
+            "exitcode": -died_by if died_by else os.WEXITSTATUS(status),
+            "signal": signal_name(died_by) if died_by else None,
+            "at_ns": self.ended_ns,
+            "told": self.told,
+            "told_ns": self.told_ns,
+            "killed_for": self.killed_for,
+            "peak_rss_mib": self.peak_rss_mib,
+            "oom": self._memory.word() if died_by == signal.SIGKILL and not self.told else "",
+        }
+        try:
+            wire.write_record(self.record, record)
+        except OSError as error:
+            print(f"ddpkit: how this process ended could not be written down: {error}", file=sys.stderr, flush=True)
+
+
+def signal_name(number: int) -> str:
+    """The name of signal `number`, such as "SIGKILL"; a real-time signal as `kill -l` says it, "SIGRTMIN+1"; "signal 33" for
+    one without a name."""
+    if number > signal.SIGRTMIN:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def keep_rank(become: Callable[[], None], owner: int) -> int:
+    """Keep a rank that `become` turns into, for as long as process `owner` lives; its wait status.
+
+    torchrun starts this in place of a rank's interpreter, by way of PYTHON_EXEC.
+    """
+    folder = wire.own_rank_folder()
+    if folder is None:
+        raise SystemExit("ddpkit: the rank keeper was started outside a ddpkit job; use torchrun, or ddpkit.launch().")
+    folder.mkdir(parents=True, exist_ok=True)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    keeper = Keeper(become, Owner(owner), folder / wire.EXIT, RANK_GRACE_S)
+    return keeper.run(after=lambda: _let_the_others_speak(keeper, folder))
+
+
+def rank_command(arguments: Sequence[str]) -> list[str]:
+    """The command of a rank started cold; `arguments` are those that torchrun meant for python."""
+    bootstrap = str(Path(__file__).parents[1] / "recorder" / "bootstrap.py")
+    return [sys.executable, "-u", bootstrap, *(arguments[1:] if arguments[:1] == ["-u"] else arguments)]
+
+
+def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
+    """Hold back a failed rank's exit until every other rank has ended too, for up to a second, or until those that live
+    have been looked at; longer while one of these is at the very line that failed.
+
+    torchrun ends all ranks as soon as it sees one gone. The rank itself is gone by now, its sockets with it, so its
+    peers meet the consequence by themselves; where every rank fails alike, each gets to say so; and where one of them
+    is what this rank had waited for, the watcher gets to see at what.
+    """
+    if keeper.told or not keeper.status:
+        return
+    world_size, began = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), time.monotonic()
+    failed_ns = wire.written_ns(folder / wire.FAILURE) or keeper.ended_ns
+    while not keeper.owner.gone():
+        ended, failed = (_that_have(folder.parent, name) for name in (wire.EXIT, wire.FAILURE))
+        # A look at a standstill before may be withdrawn.
+        looked_at = _that_have(folder.parent, wire.LOOK, since_ns=failed_ns)
+        waited_s = time.monotonic() - began
+        on_their_way_out = failed - ended
+        everybody_seen = len(ended | looked_at) >= world_size and not on_their_way_out and waited_s > LINGER_S
+        long_enough = everybody_seen or waited_s > LOOKED_AT_WITHIN_S
+        may_follow = long_enough and any(_is_where_it_failed(rank, folder) for rank in looked_at - ended)
+        if len(ended) >= world_size or (long_enough and not may_follow) or waited_s > ALIKE_WITHIN_S:
+            return
+        if signal.sigtimedwait(PASSED_ON, 0.02):
+            return
+
+
+def _that_have(ranks: Path, record: str, since_ns: int = 0) -> set[Path]:
+    """The folders of those ranks that have written `record`, at or after `since_ns`."""
+    return {path.parent for path in ranks.glob(f"*/{record}") if wire.written_ns(path) >= since_ns}
+
+
+def _is_where_it_failed(rank: Path, failed: Path) -> bool:
+    """Whether the rank of folder `rank` was seen at the line that the one of folder `failed` failed at."""
+    where = (wire.read_record(failed / wire.FAILURE) or {}).get("where")
+    if not where:
+        return False
+    try:
+        return f'File "{where["file"]}", line {where["line"]} in ' in (rank / wire.STACK).read_text(errors="replace")
+    except OSError:
+        return False
+
+
+def keep_agent(become: Callable[[], None], owner: int) -> int:
+    """Keep the torchrun agent that `become` turns into, whose job ends with process `owner`; its wait status."""
+    folder = Path(os.environ[wire.ENV_RUN])
+
+    def become_known() -> None:
+        os.environ[wire.ENV_AGENT] = str(os.getpid())
+        become()
+
+    keeper = Keeper(become_known, Owner(owner), folder / wire.AGENT_RECORD, AGENT_GRACE_S)
+    return keeper.run(after=lambda: sweep(folder))
+
+
+def sweep(folder: Path) -> None:
+    """End every process of the job in `folder` that outlived its agent: SIGTERM, and SIGKILL for those that stay."""
+    found = _marked(folder)
+    if not found:
+        return
+    swept = {pid: {"pid": pid, "command": command, "signal": "SIGTERM"} for pid, command in found.items()}
+    _signal_all(found, signal.SIGTERM)
+    until = time.monotonic() + SWEEP_GRACE_S
+    while (found := _marked(folder)) and time.monotonic() < until:
+        time.sleep(0.02)
+    while found:
+        swept.update({pid: {"pid": pid, "command": command, "signal": "SIGKILL"} for pid, command in found.items()})
+        _signal_all(found, signal.SIGKILL)
+        time.sleep(0.02)
+        found = _marked(folder)
+    record = wire.read_record(folder / wire.AGENT_RECORD) or {}
+    wire.write_record(folder / wire.AGENT_RECORD, {**record, "swept": list(swept.values())})
+
+
+def _signal_all(pids: dict[int, str], which: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, which)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def _marked(folder: Path) -> dict[int, str]:
+    """Living processes to be ended, other than this one, whose environment carries this job's run folder: pid to command."""
+    mark = f"{wire.ENV_RUN}={folder}".encode()
+    found = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as environ:
+                if mark not in environ.read().split(b"\0"):
+                    continue
+            with open(f"/proc/{entry}/cmdline", "rb") as cmdline:
+                command = cmdline.read().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue
+        if command != ENDS_BY_ITSELF:
+            found[int(entry)] = command
+    return found
+
+
+def executing(command: Sequence[str]) -> Callable[[], None]:
+    """What turns a fresh process into `command`."""
+
+    def become() -> None:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.execv(command[0], list(command))
+
+    return become
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        end_like(keep_rank(executing(rank_command(sys.argv[2:])), os.getppid()))
+    else:
+        end_like(keep_agent(executing(sys.argv[3:]), int(sys.argv[2])))

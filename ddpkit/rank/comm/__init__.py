@@ -1,0 +1,1 @@
+"""What DDP's buckets do, measured: `CommProfiler`."""

@@ -1,0 +1,146 @@
+"""A deadline for a step: which rank holds up the others is asked through the store, and the job ends by that rank."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ddpkit.recorder import failure
+
+from .guard import ranks_in_words
+
+if TYPE_CHECKING:
+    from ddpkit.rank.joining.process_group import Here
+
+PHASES = ("data", "forward", "backward", "optimizer")
+# How long a rank waits for the others to say where they are, and for those at fault to end first.
+ANSWER_S, AFTER_YOU_S = 5.0, 3.0
+
+logger = logging.getLogger("ddpkit.rank")
+
+
+class StepDeadline(RuntimeError):
+    """A step took longer than it may; `at_fault` are the ranks that hold it up."""
+
+    def __init__(self, message: str, at_fault: Sequence[int]) -> None:
+        super().__init__(message)
+        self.at_fault = tuple(at_fault)
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a rank is: its step and the part of the step, and where in the program."""
+
+    step: int
+    phase: str
+    line: str
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.step, PHASES.index(self.phase)
+
+
+class Deadline:
+    """Ends a job whose step takes longer than `seconds` (None: never), and says which rank holds it up.
+
+    `at("forward", step)` says where this rank is; it only assigns, so it can stand in every step. A thread looks on. When
+    time is up the ranks tell each other through the store where they are. The rank that is least far is at fault, or one
+    that does not answer; it fails with `StepDeadline`, and those that only wait for it end after it.
+    """
+
+    def __init__(self, seconds: float | None, here: Here) -> None:
+        if seconds is not None and seconds <= 0:
+            raise ValueError(f"Deadline: {seconds:g} seconds asked for; give more than 0, or None for no deadline.")
+        self._seconds, self._here = seconds or 0.0, here
+        self._mark = (math.inf, 0, PHASES[0])
+        self._main = threading.main_thread().ident or 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="ddpkit-deadline")
+
+    def __enter__(self) -> Deadline:
+        if self._seconds:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def at(self, phase: str, step: int) -> None:
+        """This rank is now in `phase` (one of `PHASES`) of `step`; with the first of them the clock starts anew."""
+        since = time.monotonic() if phase == PHASES[0] else self._mark[0]
+        self._mark = (since, step, phase)
+
+    def rest(self) -> None:
+        """The step is over; what comes before the next (a save, an evaluation) has no deadline."""
+        self._mark = (math.inf, *self._mark[1:])
+
+    def _left_s(self) -> float:
+        return self._mark[0] + self._seconds - time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(max(0.01, self._left_s()), self._seconds)):
+            if self._left_s() <= 0:
+                return self._time_is_up()
+
+    def _time_is_up(self) -> None:
+        positions = self._positions()
+        at_fault, told = held_up_by(positions, self._here.world_size)
+        if self._ended.is_set():
+            return
+        told = f"step {self._mark[1]} has taken more than {self._seconds:g} s: {told}"
+        error = StepDeadline(told, at_fault)
+        logger.error("%s", error)
+        traceback.print_exception(error.with_traceback(self._stack()))
+        sys.stderr.flush()
+        if self._here.rank not in at_fault:
+            time.sleep(AFTER_YOU_S)
+        failure.note(error)
+        # The main thread may be in a collective for ever; nothing but the process' end gets it out of there.
+        failure.leave_at_once(1)
+
+    def _positions(self) -> dict[int, Position]:
+        """Where this rank is, and where those are that say so in time."""
+        own, store = Position(self._mark[1], self._mark[2], self._line()), self._here.store
+        store.set(f"deadline/{self._here.rank}", "\n".join((str(own.step), own.phase, own.line)))
+        found, until = {self._here.rank: own}, time.monotonic() + ANSWER_S
+        while len(found) < self._here.world_size and time.monotonic() < until:
+            for rank in set(range(self._here.world_size)) - set(found):
+                if store.check([f"deadline/{rank}"]):
+                    step, phase, line = store.get(f"deadline/{rank}").decode().split("\n", 2)
+                    found[rank] = Position(int(step), phase, line)
+            time.sleep(0.05)
+        return found
+
+    def _stack(self) -> TracebackType | None:
+        """Where the main thread is, as the traceback of an exception that it raised there."""
+        found: TracebackType | None = None
+        for frame, line in traceback.walk_stack(sys._current_frames()[self._main]):
+            found = TracebackType(found, frame, frame.f_lasti, line)
+        return found
+
+    def _line(self) -> str:
+        frames = list(traceback.extract_tb(self._stack()))
+        own = [f for f in frames if failure.is_users_own(f.filename)] or frames
+        return f"line {own[-1].lineno}: {own[-1].line}"
+
+
+def held_up_by(positions: dict[int, Position], world_size: int) -> tuple[list[int], str]:
+    """The ranks that hold up a step, and why, from where each of them is; those that gave no answer are not in `positions`."""
+    silent = sorted(set(range(world_size)) - set(positions))
+    if silent:
+        return silent, f"{ranks_in_words(silent)} did not answer when asked where it is."
+    least = min(p.order for p in positions.values())
+    at_fault = sorted(rank for rank, p in positions.items() if p.order == least)
+    where = positions[at_fault[0]]
+    told = f"in the {where.phase} of step {where.step}, {where.line}"
+    if len(at_fault) == world_size:
+        return at_fault, f"every rank is {told}"
+    return at_fault, f"{ranks_in_words(at_fault)} is still {told}; the others wait."

@@ -1,0 +1,1 @@
+"""`Trainer` and its parts, and a whole training as a program."""

@@ -1,0 +1,122 @@
+"""The training that `ddpkit train` runs when nobody brings a model: a small transformer, and text for it that needs no download.
+
+`loop.py` takes any module, dataset and loss in their place.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, Subset
+
+if TYPE_CHECKING:
+    from ddpkit.settings.training import TrainConfig
+
+Sample = tuple[torch.Tensor, torch.Tensor]
+
+
+class SmallTransformer(nn.Module):
+    """A causal language model: it says for each token which one comes next, and sees only those before it.
+
+    Of `config` it takes vocab_size, hidden_size, num_layers, num_heads, dropout, and seq_len as the longest text. Every
+    parameter takes part in every step. `blocks` holds the layers, which FSDP gathers one by one.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.longest = config.seq_len
+        self.tokens = nn.Embedding(config.vocab_size, width)
+        self.positions = nn.Embedding(config.seq_len, width)
+        self.blocks = nn.ModuleList(Block(width, config.num_heads, config.dropout) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, config.vocab_size, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens (batch, length), int64, to logits (batch, length, vocab_size).
+
+        Raises:
+            ValueError: the text is longer than seq_len.
+        """
+        length = tokens.shape[1]
+        if length > self.longest:
+            raise ValueError(
+                f"SmallTransformer: a text of {length} tokens was given, and the model knows {self.longest} positions; "
+                "raise data.seq_len, or cut the text."
+            )
+        x = self.tokens(tokens) + self.positions.weight[:length]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    """One layer: each token looks at those before it, then thinks for itself. Both add to what was there."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.joined = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, length, width) to the same."""
+        x = x + self._attention(self.before_attention(x))
+        return x + self.mlp(self.before_mlp(x))
+
+    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+        split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
+        queries, keys, values = split.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width of a head)
+        dropout = self.dropout if self.training else 0.0
+        seen = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
+        return F.dropout(self.joined(seen.transpose(1, 2).flatten(2)), dropout)
+
+
+class SyntheticTokens(Dataset[Sample]):
+    """Texts in an invented language, where each token has one successor: token * a + b, modulo the vocabulary.
+
+    Sample `index` is a pure function of `seed` and `index`: the same in every process, worker and order. It is (inputs,
+    targets), both (seq_len,) int64; targets are the inputs one token on. What can be learned is `a` and `b`, so that
+    the loss falls from log(vocab_size) towards 0.
+    """
+
+    def __init__(self, size: int, seq_len: int, vocab_size: int, seed: int = 0) -> None:
+        self.size, self.seq_len, self.vocab_size, self.seed = size, seq_len, vocab_size, seed
+        rule = random.Random(seed)
+        # Coprime to the vocabulary: then no two tokens have the same successor.
+        self.a = next(a for a in iter(lambda: rule.randrange(1, vocab_size), None) if math.gcd(a, vocab_size) == 1)
+        self.b = rule.randrange(vocab_size)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self.size:
+            raise IndexError(f"SyntheticTokens: there is no sample {index}; there are {self.size}.")
+        text = [random.Random(f"{self.seed} {index}").randrange(self.vocab_size)]
+        for _ in range(self.seq_len):
+            text.append((text[-1] * self.a + self.b) % self.vocab_size)
+        tokens = torch.tensor(text)
+        return tokens[:-1], tokens[1:]
+
+
+def datasets(config: TrainConfig) -> tuple[Subset[Sample], Subset[Sample] | None]:
+    """The texts to train on, and those held out for evaluation; None where `config` holds none out."""
+    texts = SyntheticTokens(config.dataset_size, config.seq_len, config.vocab_size, config.seed)
+    held_out = Subset(texts, range(config.train_size, config.dataset_size)) if config.eval_size else None
+    return Subset(texts, range(config.train_size)), held_out
+
+
+def language_model_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """How surprised the model was, on average over all tokens: logits (batch, length, vocab_size), targets (batch, length)."""
+    # In fp32 whatever autocast made of the logits: a sum over a large vocabulary loses too much in 16 bits.
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

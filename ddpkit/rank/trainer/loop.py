@@ -1,0 +1,291 @@
+"""`Trainer`: a training loop under DDP or FSDP2 that says what goes wrong, skips what it safely can, and goes on after a restart.
+
+A step adds nothing to DDP's own collectives and waits for the device nowhere. The parts are files beside this one:
+`parallel.py` spreads the model, `optimization.py` turns gradients into parameters, `progress.py` exchanges figures now and
+then, `recovery.py` bounds what may be left out, `saves.py` saves and goes on. Batches come from `loading/`, and `guarding/`
+asks what must hold.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddpkit.rank.guarding import guard
+from ddpkit.rank.guarding.deadline import Deadline
+from ddpkit.rank.loading.loader import SafeLoader, safe_loader
+from ddpkit.rank.loading.plan import default_workers
+from ddpkit.rank.memory.monitor import MemoryMonitor
+from ddpkit.rank.saving.randomness import seed_everything
+
+from . import example
+from .evaluation import evaluate, moved, samples
+from .optimization import Optimization
+from .parallel import spread
+from .profiling import Profile
+from .progress import Progress
+from .recovery import Recovery
+from .saves import Saves
+
+if TYPE_CHECKING:
+    from ddpkit.rank.joining.process_group import Here
+    from ddpkit.settings.training import TrainConfig
+
+logger = logging.getLogger("ddpkit.rank")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended. `loss` is the mean over all ranks since the last exchange, `evaluation` over the evaluation data."""
+
+    steps: int
+    epochs: int
+    loss: float
+    evaluation: float | None
+    skipped: int
+    resumed_from: int
+    ended_by: str
+
+
+class Trainer:
+    """Trains `model` on this rank, together with the others: `with setup() as here: Trainer(config, here).train()`.
+
+    Without a model, loss and dataset it trains the small transformer of `example.py` on synthetic data. Batches are pairs
+    (inputs, targets), and the loss is `loss(model(inputs), targets)`; for anything else override `compute_loss`.
+
+    Args:
+        config: all options; see `ddpkit.rank.TrainConfig`.
+        here: what `setup()` gave.
+        model: any module, made alike on every rank (DDP sends rank 0's first weights, FSDP2 does not).
+        loss: from outputs and targets to the mean loss of a batch, a scalar tensor.
+        dataset: map-style; each rank gets its own part of it.
+        evaluation: map-style; evaluated at the end of each epoch, every sample once.
+        optimizer: of the model's parameters; by default AdamW. One that is not fused costs a wait for the device per step.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        here: Here,
+        model: torch.nn.Module | None = None,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        dataset: Any = None,
+        evaluation: Any = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    ) -> None:
+        self.config, self.here = config, here
+        seed_everything(config.seed)
+        if dataset is None:
+            dataset, evaluation = example.datasets(config)
+        self.spread = spread(example.SmallTransformer(config) if model is None else model, config, here)
+        self.loss = loss or example.language_model_loss
+        self.dataset = dataset
+        self.loader = self._loader()
+        self.evaluation = evaluation
+        self.optimization = Optimization(
+            config, self.spread, here.device, optimizer(self.spread.bare.parameters()) if optimizer else None
+        )
+        self.saves = Saves(self)
+        self.step, self.epoch = 0, 0
+        self._resumed_from: int | None = None
+        self.mean_loss = float("nan")
+        self.score: float | None = None
+        self._parameters = [(name, p) for name, p in self.spread.bare.named_parameters() if p.requires_grad]
+        self.recovery = Recovery(config, here, self.optimization)
+        # From here on each rank draws its own dropout.
+        seed_everything(config.seed + 1 + here.rank)
+
+    # The loop.
+
+    def train(
+        self, num_steps: int | None = None, warmup_steps: int | None = None, profile: bool | None = None
+    ) -> Outcome:
+        """Train to the end that `config` sets, or for `num_steps` optimizer steps in all; every rank calls this.
+
+        Raises:
+            TooManyErrors, StepsDiffer, UnevenData, ReplicasDiffer, CheckpointError: on every rank alike.
+            WorkerDied, or what the model raises: on the rank where it happens; the job then ends at once.
+        """
+        if warmup_steps is not None:
+            self.optimization.warm_up(warmup_steps)
+        self._end = num_steps or self.config.max_steps or self._steps_of_all_epochs()
+        self._ended_by = ""
+        if self._resumed_from is None:
+            self._resumed_from = self.saves.resume()
+        with ExitStack() as around:
+            self.memory = around.enter_context(self._monitor())
+            self.deadline = around.enter_context(Deadline(self.config.step_deadline_s or None, self.here))
+            self.profile = around.enter_context(
+                Profile(
+                    self.spread.model,
+                    self.config.profile if profile is None else profile,
+                    self.config.log_dir,
+                    self.here,
+                )
+            )
+            self.progress = Progress(self.here, self._end, self.step, self.loader.num_workers)
+            around.callback(self.progress.close)
+            while not self._is_done():
+                self._train_epoch()
+            self.saves.save()
+        return Outcome(
+            self.step,
+            self.epoch,
+            self.mean_loss,
+            self.score,
+            int(self.optimization.skipped),
+            self._resumed_from,
+            self._ended_by,
+        )
+
+    def _train_epoch(self) -> None:
+        """From where the data stand to the end of their epoch, or of the training."""
+        self.recovery.begin_epoch()
+        for window, data_s in self._windows():
+            self._train_step(window, data_s)
+            self.deadline.rest()
+            if self.step % self.config.log_interval == 0:
+                self._exchange()
+            if self._is_done():
+                break
+            if self.config.checkpoint_interval and self.step % self.config.checkpoint_interval == 0:
+                self.saves.save()
+        # An epoch is done when the loader has begun the next, or, where the last step was its last, is about to.
+        if self.loader.state_dict()["batch"] in (0, self._batches_per_epoch()):
+            self._finish_epoch()
+
+    def _windows(self) -> Iterator[tuple[list[Any], float]]:
+        """The micro-batches of one step after the other, and the seconds it took to get them; the last window may be short."""
+        batches = iter(self.loader)
+        while True:
+            self.deadline.at("data", self.step)
+            since = time.perf_counter()
+            window = []
+            for batch in batches:
+                window.append(batch)
+                if len(window) == self.config.gradient_accumulation_steps:
+                    break
+            if not window:
+                return
+            yield window, time.perf_counter() - since
+
+    def _train_step(self, window: list[Any], data_s: float) -> None:
+        """One optimizer step on all micro-batches of `window`; only the last one's backward meets the other ranks."""
+        sizes = [samples(batch) for batch in window]
+        total = torch.zeros((), device=self.here.device)
+        forward_s = 0.0
+        for i, batch in enumerate(window):
+            with self.spread.synchronised(i == len(window) - 1):
+                self.deadline.at("forward", self.step)
+                since = time.perf_counter()
+                loss = self.forward(batch) * (sizes[i] / sum(sizes))
+                forward_s += time.perf_counter() - since
+                self.deadline.at("backward", self.step)
+                self.backward(loss)
+            total += loss.detach()
+        self.recovery.look_at(self._parameters)
+        self.deadline.at("optimizer", self.step)
+        self.optimization.apply()
+        self.step += 1
+        self.progress.step(total, data_s, forward_s)
+        self.memory.step()
+        self.profile.step()
+
+    def compute_loss(self, batch: Any) -> torch.Tensor:
+        """The mean loss of one batch, a scalar, on this rank's device."""
+        inputs, targets = batch
+        return self.loss(self.spread.model(inputs), targets)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """The loss of `batch`, in the precision that was asked for."""
+        try:
+            with self.optimization.autocast():
+                return self.compute_loss(moved(batch, self.here.device))
+        except RuntimeError as error:
+            self.recovery.explain(error, self.step)
+            raise
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of `loss` to those that there are."""
+        try:
+            self.optimization.backward(loss)
+        except RuntimeError as error:
+            self.recovery.explain(error, self.step)
+            raise
+
+    # Between steps.
+
+    def _exchange(self) -> None:
+        """Bring the ranks' figures together, and decide by them what all decide alike."""
+        interval = self.progress.exchange(self.loader.num_workers)
+        if not interval.steps:
+            return
+        self.mean_loss = interval.loss
+        self.progress.say(self.step, self.epoch, interval)
+        self.recovery.bound(self.epoch, interval.not_finite)
+        if self.config.cleanup_interval and self.step % self.config.cleanup_interval < self.config.log_interval:
+            gc.collect()
+        if interval.loss <= self.config.target_loss:
+            self._ended_by = f"target loss {self.config.target_loss:g} reached"
+
+    def _finish_epoch(self) -> None:
+        self._exchange()
+        self.spread.share_buffers()
+        if self.config.check_replicas:
+            guard.check_replicas(self.spread.bare)
+        if self.evaluation is not None:
+            self.score = evaluate(self, self.evaluation)
+            logger.info("epoch %d is done: evaluation loss %.4f", self.epoch, self.score)
+        self.epoch += 1
+        self.loader.epoch = self.epoch
+        if self.epoch % self.config.save_interval == 0:
+            self.saves.save()
+
+    def _is_done(self) -> bool:
+        if self.step >= self._end:
+            self._ended_by = self._ended_by or f"{self._end} steps"
+        return bool(self._ended_by)
+
+    # What a training is made of.
+
+    def _loader(self) -> SafeLoader:
+        config = self.config
+        # At most this rank's share of the cores: the default, and the one that the default leaves to the rank itself.
+        share = 1 + default_workers(self.here.local_world_size)
+        return safe_loader(
+            self.dataset,
+            config.batch_size,
+            here=self.here,
+            seed=config.seed,
+            num_workers=None if config.num_workers is None else min(config.num_workers, share),
+            timeout_s=config.loader_timeout_s or None,
+            retries=config.loader_retries,
+            pin_memory=None if config.pin_memory else False,
+        )
+
+    def _monitor(self) -> MemoryMonitor:
+        limit_mib = 1024 * self.config.max_memory_gb
+        return MemoryMonitor(limit_mib=limit_mib, every=self.config.memory_check_interval, device=self.here.device)
+
+    def _batches_per_epoch(self) -> int | None:
+        """None where the dataset does not say how long it is."""
+        try:
+            return len(self.loader)
+        except TypeError:
+            return None
+
+    def _steps_of_all_epochs(self) -> int:
+        batches = self._batches_per_epoch()
+        if batches is None:
+            raise ValueError(
+                "Trainer: the dataset has no length, so epochs cannot be counted in steps; give max_steps."
+            )
+        return self.config.num_epochs * math.ceil(batches / self.config.gradient_accumulation_steps)

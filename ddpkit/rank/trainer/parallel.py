@@ -1,0 +1,113 @@
+"""How a model is spread over the ranks: DDP's replicas or FSDP2's shards behind the same few verbs, for `loop.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from ddpkit.rank.joining.process_group import Here
+    from ddpkit.settings.training import TrainConfig
+
+
+class Replicated:
+    """DDP: every rank holds the whole model, and gradients are averaged during backward. In one process, the model itself."""
+
+    sharded = False
+
+    def __init__(self, model: torch.nn.Module, config: TrainConfig, here: Here) -> None:
+        self.bare = model.to(here.device)
+        self.model: torch.nn.Module = self.bare
+        if here.world_size > 1:
+            self.model = DistributedDataParallel(
+                self.bare,
+                device_ids=[here.device] if here.device.type == "cuda" else None,
+                bucket_cap_mb=config.bucket_cap_mb,
+                gradient_as_bucket_view=config.gradient_as_bucket_view,
+                static_graph=config.static_graph,
+                find_unused_parameters=config.find_unused_parameters,
+            )
+
+    @contextmanager
+    def synchronised(self, now: bool) -> Iterator[None]:
+        """Forward and backward inside average the gradients with the other ranks if `now`, and only add them up otherwise."""
+        wait = not now and isinstance(self.model, DistributedDataParallel)
+        with self.model.no_sync() if wait else nullcontext():
+            yield
+
+    def share_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, as DDP does before each forward: batch statistics are each rank's own."""
+        if isinstance(self.model, DistributedDataParallel):
+            for buffer in self.bare.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def clip(self, most: float) -> torch.Tensor:
+        """Scale the gradients to a norm of at most `most`; the norm they had, as a tensor that nobody has waited for."""
+        return torch.nn.utils.clip_grad_norm_(self.bare.parameters(), most)
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What all ranks have alike, without DDP's prefix."""
+        return {"model_state": self.bare.state_dict(), "optimizer_state": optimizer.state_dict()}
+
+    def load(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        self.bare.load_state_dict(state["model_state"])
+        optimizer.load_state_dict(state["optimizer_state"])
+
+
+class Sharded:
+    """FSDP2: each rank holds a part of every parameter, gradient and optimizer state. Needs torch 2.6.
+
+    Each of `model.blocks` (or of its children) is gathered by itself. FSDP2 does not bring the first weights into line: the
+    trainer seeds alike on all ranks before the model is made.
+    """
+
+    sharded = True
+
+    def __init__(self, model: torch.nn.Module, config: TrainConfig, here: Here) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(here.device.type, (here.world_size,))
+        self.bare = self.model = model.to(here.device)
+        for block in getattr(model, "blocks", model.children()):
+            if any(p.requires_grad for p in block.parameters()):
+                fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    @contextmanager
+    def synchronised(self, now: bool) -> Iterator[None]:
+        """As DDP's: until `now`, each rank adds up whole gradients."""
+        self.model.set_requires_gradient_sync(now)
+        yield
+
+    def share_buffers(self) -> None:
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def clip(self, most: float) -> torch.Tensor:
+        """As DDP's; the norm of the parts of all ranks takes one collective."""
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model_state, optimizer_state = get_state_dict(self.model, optimizer)
+        return {"model_state": model_state, "optimizer_state": optimizer_state}
+
+    def load(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(
+            self.model, optimizer, model_state_dict=state["model_state"], optim_state_dict=state["optimizer_state"]
+        )
+
+
+def spread(model: torch.nn.Module, config: TrainConfig, here: Here) -> Replicated | Sharded:
+    """`model` on this rank's device, replicated or sharded as `config.parallel` says."""
+    return Sharded(model, config, here) if config.parallel == "fsdp" else Replicated(model, config, here)

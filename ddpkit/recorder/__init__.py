@@ -1,0 +1,1 @@
+"""Runs inside every rank, unasked: failures, collectives, messages, steps."""

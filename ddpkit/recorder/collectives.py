@@ -1,0 +1,248 @@
+"""Writes down which collectives this rank has joined: their count when the watcher asks, all of them at a stall and at the end.
+
+What torch knows is its flight recorder, which keeps the last 2000 collectives of a rank with the Python line each came
+from. Only a thread of the rank can read it, so one waits on a named pipe in the rank's folder; it costs nothing until
+it is asked. It starts with the first process group, whose own threads are there by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ddpkit.runfolder import wire
+
+from . import failure, messages, store_keys
+from .source import Loop, about_rank, choice, loops, may_return_before, may_swallow
+
+# The rest of a long record is read by nobody, and the frames of one entry take ten times the room of its numbers.
+MOST_PLACES = 64
+
+# A signal's handler may end a rank that is writing them down.
+_lock = threading.RLock()
+_listening_pid = 0
+_members: dict[str, list[int]] = {}
+_groups_asked: list[list[int]] = []
+
+
+def say_joining(asked: Mapping[str, Any]) -> None:
+    """Record that this rank begins to join the process group, and whom; `asked` are `init_process_group`'s keywords.
+
+    What a script has put into the environment by now is what counts, and nobody outside can see it.
+    """
+    folder = failure.own_folder()
+    if folder is None:
+        return
+    env, by = os.environ, asked.get("init_method") or "env://"
+    record = {
+        "at_ns": time.time_ns(),
+        "where": failure.called_from(),
+        "master": f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}"
+        if by == "env://"
+        else _without_scheme(by),
+        "rank": asked["rank"] if asked.get("rank", -1) >= 0 else int(env.get("RANK", "-1")),
+        "world_size": asked["world_size"] if asked.get("world_size", -1) > 0 else int(env.get("WORLD_SIZE", "-1")),
+    }
+    with contextlib.suppress(OSError):
+        wire.write_record(folder / wire.JOINING, record)
+
+
+def say_store(asked: Mapping[str, Any]) -> None:
+    """Record where a store that the program makes is to be, or to be found; `asked` are `TCPStore`'s first arguments."""
+    folder = failure.own_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            wire.write_record(folder / wire.STORE, {"address": f"{asked.get('host_name', '')}:{asked.get('port', '')}"})
+
+
+def say_grouping(asked: Mapping[str, Any]) -> None:
+    """Keep which ranks this one names for a new process group, no ranks for all; `asked` are `new_group`'s arguments."""
+    if not asked.get("use_local_synchronization"):
+        with contextlib.suppress(Exception):
+            _groups_asked.append(sorted(map(int, asked.get("ranks") or ())))
+
+
+def _without_scheme(init_method: str) -> str:
+    """`host:port` of `tcp://host:port?rank=0`; anything else as it is."""
+    return init_method.removeprefix("tcp://").partition("?")[0] if init_method.startswith("tcp://") else init_method
+
+
+def listen() -> None:
+    """Begin to answer the watcher; called once a process group is up. Nothing happens outside a ddpkit job."""
+    global _listening_pid
+    folder = failure.own_folder()
+    if folder is None or _listening_pid == os.getpid():
+        return
+    _listening_pid = os.getpid()
+    with contextlib.suppress(OSError):
+        path = folder / wire.ASK
+        path.unlink(missing_ok=True)
+        os.mkfifo(path, 0o600)
+        # Open for writing too: then the pipe has no end.
+        asked = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        threading.Thread(target=_answer, args=(asked,), name="ddpkit answers its watcher", daemon=True).start()
+
+
+def _answer(asked: int) -> None:
+    while True:
+        questions = os.read(asked, 64)
+        with contextlib.suppress(Exception):
+            if wire.ASK_ENTRIES in questions:
+                note(wire.COLLECTIVES_ASKED)
+            else:
+                note(wire.PROGRESS, with_entries=False)
+
+
+def note(name: str = wire.COLLECTIVES, with_entries: bool = True) -> None:
+    """Write this rank's collectives into its folder; nothing where torch has recorded none.
+
+    Called at a failure, before its process group is torn down, at the script's end, and by the thread that is asked.
+    """
+    folder = failure.own_folder()
+    if folder is None or _listening_pid != os.getpid():
+        return
+    with _lock:
+        remember_groups()
+        found = recorded(with_entries)
+        with contextlib.suppress(OSError):
+            wire.write_record(folder / name, {"at_ns": time.time_ns(), "exchanges": messages.exchanges(), **found})
+
+
+def recorded(with_entries: bool) -> dict[str, Any]:
+    """The flight recorder as plain data: `enqueued` and `completed`, the number of the last collective by process group,
+    and with `with_entries` the collectives themselves, the sends and receives and the calls of a store, each oldest first, the
+    peers and keys of those that are not over, the exception that is being handled, the ranks of each process group, and how many
+    groups were made.
+
+    An older torch without the recorder for gloo tells the numbers of the default group alone.
+    """
+    dump = getattr(getattr(sys.modules.get("torch._C"), "_distributed_c10d", None), "_dump_fr_trace", None)
+    if dump is None:
+        return {"enqueued": _sequence_number(), "completed": {}, "entries": []}
+    with _no_inductor():
+        # Written by torch in this very process.
+        trace = pickle.loads(dump(with_entries, with_entries, False))
+    status = trace.get("pg_status", {})
+    found: dict[str, Any] = {
+        "enqueued": {name: last["last_enqueued_collective"] for name, last in status.items()},
+        "completed": {name: last["last_completed_collective"] for name, last in status.items()},
+    }
+    if with_entries:
+        entries = sorted(trace.get("entries", []), key=lambda entry: entry["record_id"])
+        without_place = len(entries) - MOST_PLACES
+        found["requested"], found["groups"] = messages.requested(), list(_members.values())
+        found["groups_made"], found["groups_asked"] = _groups_made(), _groups_asked
+        found["exchanged"] = [{**one, "where": _place([line] if line else [])} for one, line in messages.exchanged()]
+        found["keyed"] = [{**one, "where": _place([line])} for one, line in store_keys.called()]
+        found["set_beside"] = [{**one, "where": _place([line])} for one, line in store_keys.set_beside()]
+        found["awaited"], found["handling"] = store_keys.awaited(), failure.handled_by_main()
+        calls_of = messages.calls()
+        found["entries"] = [_entry(entry, i >= without_place, calls_of) for i, entry in enumerate(entries)]
+    return found
+
+
+@contextlib.contextmanager
+def _no_inductor() -> Iterator[None]:
+    """Keep torch from importing its compiler, 0.8 s, to ask whether any of the frames were compiled: none can be, while
+    nobody has imported it."""
+    torch, nothing = sys.modules["torch"], object()
+    if "torch._inductor" not in sys.modules:
+        torch.__dict__["_inductor"] = nothing
+    try:
+        yield
+    finally:
+        if torch.__dict__.get("_inductor") is nothing:
+            del torch.__dict__["_inductor"]
+
+
+def _entry(
+    entry: dict[str, Any], placed: bool, calls_of: Callable[[str, int], list[messages.Called]]
+) -> dict[str, Any]:
+    group, description = entry["process_group"]
+    backend, _, op = entry["profiling_name"].rpartition(":")
+    calls = calls_of(op, entry["time_created_ns"])
+    call = calls[0] if calls else None
+    came_back = backend == "gloo" and call is not None and all(one.waited for one in calls)
+    return {
+        "seq": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        "op": op,
+        "backend": backend,
+        "p2p": entry["is_p2p"],
+        "group": group,
+        "group_name": description,
+        "ranks": _members.get(group, []),
+        "root": call.root if call else None,
+        "brings": call.brings if call else None,
+        "reduces": call.reduces if call else "",
+        "raising": call is not None and call.raising,
+        "over_ns": call.over_ns if call else 0,
+        "in_thread": any(f["name"] == "_bootstrap" and "threading" in f["filename"] for f in entry["frames"]),
+        # What is scattered is of one rank, and comes to all.
+        "sizes": entry["output_sizes" if op == "scatter" else "input_sizes"],
+        "dtypes": entry["output_dtypes" if op == "scatter" else "input_dtypes"],
+        "at_ns": entry["time_created_ns"],
+        # gloo's entries never leave the state "scheduled", and are retired a moment after their call has come back; NCCL's say
+        # "completed" before they are retired.
+        "done": entry["retired"] or entry["state"] == "completed" or came_back,
+        "where": _place(entry["frames"]) if placed else None,
+        **(_under(entry["frames"]) if placed else {}),
+    }
+
+
+def _under(frames: list[dict[str, Any]]) -> dict[str, Any]:
+    """The way to this collective by its lines; the innermost `if` about the rank that led there, and all loops, in any function
+    on the way; of these, those that come to it in every turn, and of these, those that have as many turns as there is something
+    to go through; none where an exception may be swallowed on the way."""
+    own = [(f["filename"], f["line"]) for f in frames if failure.is_users_own(f["filename"])]
+    around: list[Loop] = []
+    surely, to_the_end = True, not any(may_swallow(*line) for line in own)
+    for line in own:
+        around += [loop._replace(always=surely and loop.always) for loop in loops(*line)]
+        surely = surely and not choice(*line) and not may_return_before(*line)
+    return {
+        "path": [f"{file}:{line}" for file, line in own],
+        "only_if": next(filter(None, (about_rank(*line) for line in own)), ""),
+        "loops": [loop.at for loop in around],
+        "every_turn": [loop.at for loop in around if loop.always],
+        "to_the_end": [loop.at for loop in around if to_the_end and loop.always and loop.to_the_end],
+    }
+
+
+def _place(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The innermost of `frames` that is the user's own, as a record."""
+    for frame in frames:
+        file, line = frame["filename"], frame["line"]
+        if failure.is_users_own(file):
+            source = linecache.getline(file, line).strip()
+            return {"file": file, "line": line, "function": frame["name"], "source": source, "own": True}
+    return None
+
+
+def _groups_made() -> int:
+    """How many process groups this rank has begun to make: torch names the next one after it."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return getattr(getattr(c10d, "_world", None), "group_count", 0)
+
+
+def remember_groups() -> None:
+    """Keep the global ranks of each process group, for when it is gone. The recorder's own list is empty for gloo."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    with contextlib.suppress(Exception):
+        for group, ranks in c10d._world.pg_group_ranks.items():
+            # A group without this rank is a plain number among the groups.
+            if name := getattr(group, "group_name", ""):
+                _members[name] = sorted(ranks)
+
+
+def _sequence_number() -> dict[str, int]:
+    c10d = sys.modules["torch.distributed.distributed_c10d"]
+    with contextlib.suppress(Exception):
+        return {"0": c10d._get_default_group()._get_sequence_number_for_group()}
+    return {}

@@ -1,0 +1,91 @@
+"""Where runs are kept: the home of all run folders, a new one for each launch, and the oldest deleted above a cap."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+import zipfile
+from pathlib import Path
+
+from ddpkit.errors import LaunchError
+
+from . import wire
+
+DEFAULT_KEPT_RUNS = 100
+
+
+def home() -> Path:
+    """Where run folders are made: $DDPKIT_HOME, or .ddpkit in the working directory."""
+    return Path(os.environ.get(wire.ENV_HOME) or Path.cwd() / ".ddpkit").expanduser().resolve()
+
+
+def new_run_folder(name: str) -> Path:
+    """An empty folder for the run of job `name`; the oldest runs above the cap are deleted first.
+
+    Raises:
+        LaunchError: it cannot be made there.
+    """
+    runs = home() / "runs"
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        ignore = home() / ".gitignore"
+        if not ignore.exists():
+            ignore.write_text("*\n", encoding="utf-8")
+        _prune(runs)
+        return _made(runs, name)
+    except OSError as error:
+        raise LaunchError(
+            f"launch: the run folder cannot be made in {runs} ({error.strerror}); make room there or allow writing, "
+            f"or set {wire.ENV_HOME} to another folder."
+        ) from None
+
+
+def unpacked(bundle: Path) -> Path:
+    """The run folder that `bundle` holds, a zip that `Run.bundle` wrote, unpacked beside the runs; pickled values stay out.
+
+    Raises:
+        FileNotFoundError: no run is in it.
+    """
+    with zipfile.ZipFile(bundle) as archive:
+        named = [name for name in archive.namelist() if Path(name).name not in wire.PICKLED]
+        run = next((Path(name).parent for name in named if Path(name).name == wire.JOB), None)
+        if run is None:
+            raise FileNotFoundError(
+                f"Run.from_folder: {bundle} holds no {wire.JOB}; give a zip that run.bundle() wrote."
+            )
+        folder = home() / "bundles" / run
+        if not folder.exists():
+            archive.extractall(folder.parent, named)
+    return folder
+
+
+def _made(runs: Path, name: str) -> Path:
+    """A folder nobody else has, named by the millisecond and the job: in the order of their names the oldest comes first."""
+    job = re.sub(r"[^0-9A-Za-z_.-]+", "_", name)[:40]
+    while True:
+        now_ms = time.time_ns() // 1_000_000
+        moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_ms // 1000))
+        folder = runs / f"{moment}-{now_ms % 1000:03d}-{job}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+        time.sleep(0.001)
+
+
+def _prune(runs: Path) -> None:
+    """Delete the oldest runs above the cap, of those that are over."""
+    kept = int(os.environ.get(wire.ENV_KEEP_RUNS, DEFAULT_KEPT_RUNS))
+    over = sorted(folder for folder in runs.iterdir() if _is_over(folder))
+    for folder in over[: max(0, len(over) - kept + 1)]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_over(folder: Path) -> bool:
+    """Whether the run has come to its end, or the process that launched it has gone without a word."""
+    if (folder / wire.END).exists():
+        return True
+    launched_by = (wire.read_record(folder / wire.JOB) or {}).get("launched_by")
+    return launched_by is not None and not Path(f"/proc/{launched_by}").exists()

@@ -1,0 +1,125 @@
+"""Lines of a program as tracebacks and stack dumps give them, and which of them are the user's own."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import wire
+
+_FRAME = re.compile(
+    r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$(?:\n    (?P<source>\S.*)$)?', re.MULTILINE
+)
+# What only Python made up, such as "<string>" of a spawned process, is nobody's either.
+_NOT_OWN = (
+    "site-packages",
+    "dist-packages",
+    "/lib/python",
+    "<frozen",
+    "<string>",
+    *(f"{os.sep}ddpkit{os.sep}{folder}{os.sep}" for folder in ("rank", "recorder", "processes")),
+)
+
+
+# Before a comment that is aligned with others.
+_ALIGNED = re.compile(r"\s{3,}(?=#)")
+_FOR_A_THREAD = re.compile(r"(threading|queue|futures[/\\]\w+)\.py$")
+_FOR_ITS_END = ("join", "result", "shutdown")
+_TRAINS = re.compile(r"torch.distributed.|_engine_run_backward")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a traceback. `own`: the user's code rather than Python's, a package's or ddpkit's."""
+
+    file: str
+    line: int
+    function: str
+    source: str
+    own: bool = True
+
+    @property
+    def name(self) -> str:
+        """The function's own name, without that of its class, which a traceback does not tell."""
+        return self.function.rpartition(".")[2]
+
+    @property
+    def text(self) -> str:
+        """As the text forms quote it: `line 19: loss = net(x).mean()`, line counted as the cell or script counts."""
+        return (
+            f"line {self.line}: {_ALIGNED.sub('  ', self.source)}"
+            if self.source
+            else f"line {self.line} of {Path(self.file).name}"
+        )
+
+
+def stack_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
+    """The frames of the main thread, or of the one that crashed, innermost first, with source lines where they are known.
+
+    Where the main thread only waits for another one that trains, those of that one.
+    """
+    threads = _threads(dump)
+    if not threads:
+        return []
+    firsts = ("Stack (", "Current thread", "Thread MainThread")
+    chosen = next((thread for thread in threads if thread.startswith(firsts)), threads[-1])
+    frames = _frames(chosen, cells)
+    if not chosen.startswith("Thread MainThread") or not _waits_for_a_thread(frames):
+        return frames
+    beside = [_frames(thread, cells) for thread in threads if thread is not chosen]
+    others = [each for each in beside if any(frame.own for frame in each)]
+    training = [each for each in others if _trains(each)]
+    # Of several that do something else, none is known to be the one that is waited for; nor is the only one, a heartbeat say,
+    # where it is not the end of a thread that is waited for.
+    only = others if len(others) == 1 and any(f.name in _FOR_ITS_END for f in frames) else ()
+    return next(iter(training or only), frames)
+
+
+def _threads(dump: str) -> list[str]:
+    return [t for t in re.split(r"^(?=Stack \(|Current thread|Thread )", dump, flags=re.MULTILINE) if "  File " in t]
+
+
+def _trains(frames: Sequence[Frame]) -> bool:
+    return any(_TRAINS.search(f"{frame.file} {frame.function}") for frame in frames)
+
+
+def _frames(thread: str, cells: dict[str, str]) -> list[Frame]:
+    frames = []
+    for found in _FRAME.finditer(thread):
+        file, line, function = found["file"], int(found["line"]), found["function"]
+        frames.append(Frame(file, line, function, found["source"] or _source_line(file, line, cells), is_own(file)))
+    return frames
+
+
+def is_own(file: str) -> bool:
+    """Whether `file` is the user's code rather than Python's, a package's or ddpkit's."""
+    return not any(mark in file for mark in _NOT_OWN) and Path(file).name != wire.FUNCTION_SCRIPT
+
+
+def _waits_for_a_thread(frames: Sequence[Frame]) -> bool:
+    inner = list(itertools.takewhile(lambda frame: not frame.own, frames))
+    if not inner:
+        return bool(frames) and ".acquire(" in frames[0].source
+    return bool(_FOR_A_THREAD.search(inner[0].file)) and not any("dataloader.py" in frame.file for frame in inner)
+
+
+def with_sources(dump: str, cells: dict[str, str]) -> str:
+    """`dump` with the source line below each frame, where it is known now: a file may have changed when it is read again."""
+
+    def with_source(found: re.Match[str]) -> str:
+        source = found["source"] or _source_line(found["file"], int(found["line"]), cells)
+        frame = found[0].partition("\n")[0]
+        return f"{frame}\n    {source}" if source else frame
+
+    return _FRAME.sub(with_source, dump)
+
+
+def _source_line(file: str, line: int, cells: dict[str, str]) -> str:
+    linecache.checkcache(file)
+    lines = cells[file].splitlines() if file in cells else linecache.getlines(file)
+    return lines[line - 1].strip() if 0 < line <= len(lines) else ""

@@ -1,0 +1,399 @@
+"""Reads a run folder into plain data: attempts and ranks as they were written down, without a word of judgement."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from . import wire
+from .calls import (
+    Collective,
+    given_up_by_watchdog,
+    in_time,
+    read_collectives,
+    read_exchanges,
+    read_keyed,
+    read_keys_set,
+)
+from .failures import LEAVES, Failure, read_failure
+from .frames import Frame, stack_frames
+from .stable import shortened, stable
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a rank was found when nothing moved, while it lived; `why` is what made ddpkit look: "stall", "timeout", "failure".
+
+    `state` is the system's word (running, sleeping, stopped, ...), `busy` the share of a core it used lately, `gpu_busy`
+    that of its GPU (None without one), `silent_s` the seconds since its last progress. `workers` are the stacks of its
+    DataLoader workers by pid, `dead_workers` and `stopped_workers` how many have died and how many are stopped; `peer` is the
+    rank that a blocking send or receive waits for, `root` the rank that it takes for the source or destination of the
+    collective it is in. `inside` are the C++ functions in which it sleeps with the GIL, innermost first. `locked_by` is the
+    rank that holds the lock on a file for which it waits; `polls`, whether it sleeps in a loop that looks at something;
+    `loops` are those around its own lines, as `file:line`; `ahead` the sends and receives below them in their functions.
+    """
+
+    at_ns: int
+    why: str
+    state: str
+    busy: float
+    silent_s: float
+    rss_mib: float | None
+    workers: tuple[tuple[int, str], ...]
+    gpu_busy: float | None = None
+    peer: int | None = None
+    root: int | None = None
+    group_root: int | None = None
+    dead_workers: int = 0
+    stopped_workers: int = 0
+    inside: tuple[str, ...] = ()
+    locked_by: int | None = None
+    polls: bool = False
+    loops: tuple[str, ...] = ()
+    ahead: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Whom a rank tried to join as its process group came up: the store's address, the numbers it gave for itself, and from
+    which of the user's lines."""
+
+    at_ns: int
+    master: str
+    rank: int
+    world_size: int
+    where: Frame | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Rank:
+    """One rank in one attempt, as recorded; a field is None where nothing was written down.
+
+    `exitcode` is -9 for a death by SIGKILL, as with `subprocess`; `signal` then names it. `told` is the signal that
+    torchrun or ddpkit sent to end it, `oom` the kernel's word where it killed the rank for want of memory,
+    `finished_ns` when its script came to its end, `left_at` the line of the `sys.exit` by which it did so,
+    `peak_rss_mib` the system's own figure for its process. `words` and `role` (passed, culprit, own, consequence,
+    unknown) come from the verdict.
+    """
+
+    rank: int
+    local_rank: int
+    attempt: int
+    folder: Path
+    log_folder: Path | None
+    started_ns: int | None = None
+    finished_ns: int | None = None
+    left_at: Frame | None = None
+    ended_ns: int | None = None
+    pid: int | None = None
+    stack_signal: int | None = None
+    warm: bool | None = None
+    master: str = ""
+    world_size: int = 0
+    exitcode: int | None = None
+    signal: str | None = None
+    told: str | None = None
+    told_ns: int = 0
+    killed_for: str = ""
+    oom: str = ""
+    failure: Failure | None = None
+    peak_rss_mib: float | None = None
+    words: str = ""
+    role: str = "unknown"
+
+    @property
+    def plain_words(self) -> str:
+        """What happened to it, without saying whose fault it was."""
+        failure = self.failure
+        if failure and failure.type in LEAVES:
+            return f"left by {LEAVES[failure.type]}, exit code {self.exitcode}"
+        if failure and failure.type != self.signal:
+            return f"raised {failure.type}"
+        if self.signal:
+            return f"ended by {self.signal}" if self.told else f"killed by {self.signal}"
+        if self.exitcode is None:
+            return "how it ended is not recorded"
+        return "passed" if self.exitcode == 0 else f"exited with code {self.exitcode}"
+
+    def __repr__(self) -> str:
+        line = f", {self.failure.line_text}" if self.failure and self.failure.line_text else ""
+        return f"rank {self.rank}: {self.words}{line}"
+
+    @property
+    def stdout(self) -> str:
+        """All that the rank wrote to its standard output, read from torchrun's own log file. Bad bytes are replaced."""
+        return self._log("stdout")
+
+    @property
+    def stderr(self) -> str:
+        """All that the rank wrote to its standard error, as `stdout`."""
+        return self._log("stderr")
+
+    @property
+    def thread_died_of(self) -> str:
+        """What Python said on stderr of the first thread that ended by an exception; "" if none did."""
+        _, died, said = self.stderr.partition("Exception in thread ")
+        return died and next((line for line in said.splitlines()[2:] if line[:1].strip()), "")
+
+    @property
+    def log(self) -> str:
+        """What the rank logged, where its script called `ddpkit.rank.log_to`; "" where it did not."""
+        return wire.read_text(self.folder / wire.LOG)
+
+    @property
+    def stack(self) -> str:
+        """The Python stack of every thread as last asked for while the rank ran, or as it crashed; "" if never."""
+        return wire.read_text(self.folder / wire.STACK) or wire.read_text(self.folder / wire.CRASH)
+
+    @cached_property
+    def stack_frames(self) -> list[Frame]:
+        """The frames of the rank's main thread in `stack`, innermost first, with source lines where they are known."""
+        return stack_frames(self.stack, sources(self.folder.parents[2]))
+
+    @property
+    def own_frames(self) -> list[Frame]:
+        """The user's own lines that it is in, or failed in, the outermost first."""
+        frames = self.failure.frames if self.failure else reversed(self.stack_frames)
+        return [frame for frame in frames if frame.own]
+
+    @property
+    def at(self) -> Frame | None:
+        """The innermost line of the user's own code when `stack` was taken; None without a stack."""
+        return next((f for f in self.stack_frames if f.own), None)
+
+    @cached_property
+    def look(self) -> Look | None:
+        """How this rank was found when the job last stood still; None where it did not, or went on by itself."""
+        record = wire.read_record(self.folder / wire.LOOK)
+        if record is None:
+            return None
+        workers = tuple((pid, stack) for pid, stack in record["workers"])
+        several = {name: tuple(record.get(name, ())) for name in ("inside", "loops", "ahead")}
+        return Look(**{**record, "workers": workers, **several})
+
+    @cached_property
+    def joining(self) -> Joining | None:
+        """Whom this rank tried to join; None where it never called `init_process_group`."""
+        record = wire.read_record(self.folder / wire.JOINING)
+        if record is None:
+            return None
+        where = record.get("where")
+        return Joining(**{**record, "where": Frame(**where) if where else None})
+
+    @cached_property
+    def store(self) -> str:
+        """The address of the last store over TCP that its program made, or looked for; "" where it made none itself."""
+        return str((wire.read_record(self.folder / wire.STORE) or {}).get("address", ""))
+
+    @cached_property
+    def came_up(self) -> bool:
+        """Whether its process group came up; from then on it can be asked for its collectives."""
+        return bool(self.collectives) or self.joining is None or (self.folder / wire.ASK).exists()
+
+    @property
+    def _collectives_path(self) -> Path:
+        """Where its collectives are as it was asked for them, or as it wrote them down itself as it failed or came to its end."""
+        asked, own = self.folder / wire.COLLECTIVES_ASKED, self.folder / wire.COLLECTIVES
+        ended = self.failure is not None or self.exitcode == 0
+        return own if (ended and own.exists()) or not asked.exists() else asked
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives that this rank joined, oldest first, as last recorded: at a stall, a failure, or its end."""
+        return read_collectives(self._collectives_path)
+
+    @cached_property
+    def calls(self) -> tuple[Collective, ...]:
+        """The collectives, and between them the sends and receives that this rank began; each as it came."""
+        return tuple(in_time((*self.collectives, *read_exchanges(self._collectives_path))))
+
+    def exchanged_with(self, peer: int, op: str = "") -> list[Collective]:
+        """The sends and receives of this rank with that one, in turn; with "send" or "recv" as `op`, those alone."""
+        return [c for c in self.calls if c.is_exchange and op in c.op and c.ranks == (peer,)]
+
+    def joined(self, call: Collective) -> Collective | None:
+        """This rank's own part in a collective of all its group; None if it never joined that one."""
+        for own in self.collectives:
+            if own.key == call.key:
+                return own
+        return None
+
+    def goes_back_to(self, call: Collective) -> bool:
+        """Whether its record reaches back to a collective; only the last 2000 are kept."""
+        for own in self.collectives:
+            if (own.group, own.setup) == (call.group, call.setup):
+                return own.seq <= call.seq
+        return True
+
+    @cached_property
+    def requested(self) -> tuple[int, ...]:
+        """The ranks with which this one was in a send or receive, or had begun one and not waited for it; recorded with
+        `collectives`."""
+        return tuple((wire.read_record(self._collectives_path) or {}).get("requested", ()))
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The global ranks of each process group that this rank is in; recorded with `collectives`."""
+        return tuple(map(tuple, (wire.read_record(self._collectives_path) or {}).get("groups", ())))
+
+    @cached_property
+    def groups_made(self) -> int:
+        """How many process groups this rank has begun to make, the default one included; recorded with `collectives`."""
+        return int((wire.read_record(self._collectives_path) or {}).get("groups_made", 0))
+
+    @cached_property
+    def groups_asked(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that this one named for each new process group, () for all; recorded with `collectives`."""
+        asked = (wire.read_record(self._collectives_path) or {}).get("groups_asked", ())
+        return tuple(map(tuple, asked))
+
+    @cached_property
+    def keyed(self) -> tuple[Collective, ...]:
+        """The keys of a store that the program asked for and set, as calls in turn; recorded with `collectives`."""
+        return read_keyed(self._collectives_path)
+
+    @cached_property
+    def keys_set(self) -> dict[str, Frame | None]:
+        """The keys of a store that the program has set, each with its line; recorded with `collectives`."""
+        return read_keys_set(self._collectives_path)
+
+    @cached_property
+    def awaited(self) -> tuple[str, ...]:
+        """The keys of a store that this rank was waiting for, or for which it had waited in vain as it failed; recorded with
+        `collectives`."""
+        found = wire.read_record(self._collectives_path) or {}
+        last = self.keyed[-1] if self.keyed else None
+        failed_there = (
+            self.failure is not None and last is not None and last.op != "set" and last.where == self.failure.where
+        )
+        return tuple(found["keyed"][-1]["keys"] if failed_there else found.get("awaited", ()))
+
+    @cached_property
+    def signals_sent(self) -> dict[tuple[int | None, str], Frame | None]:
+        """By process and name the signals that the program sent by `os.kill`, each with the line that it was sent from."""
+        sent = (wire.read_record(self.folder / wire.SENT) or {}).get("sent", ())
+        return {(s["pid"], s["signal"]): Frame(**s["where"]) if s["where"] else None for s in sent}
+
+    @cached_property
+    def handling(self) -> str:
+        """`ValueError: boom (line 7: raise ValueError("boom"))`: what it handled when it was looked at; "" where nothing that
+        matters, or where that is not known."""
+        record = wire.read_record(self.folder / wire.COLLECTIVES_ASKED) if self.failure is None else None
+        handled = (record or {}).get("handling")
+        if not handled or handled["type"] in ("StopIteration", "Empty"):
+            return ""
+        said = f"{handled['type']}: {shortened(stable(handled['message']))}".rstrip(": ")
+        return f"{said} ({Frame(**handled['where']).text})" if handled["where"] else said
+
+    @property
+    def collective(self) -> Collective | None:
+        """The collective that this rank waits in or, where it waits in none, the last that it joined."""
+        waiting = [c for c in self.collectives if not c.done]
+        return waiting[0] if waiting else self.collectives[-1] if self.collectives else None
+
+    @cached_property
+    def given_up(self) -> Collective | None:
+        """The collective in which this rank failed, which counts as done by then.
+
+        Of one that NCCL's watchdog gave up, only the process's last words tell.
+        """
+        failed = self.failure.where if self.failure else None
+        last = self.collectives[-1] if self.collectives else None
+        if last and last.where and failed and (last.where.file, last.where.line) == (failed.file, failed.line):
+            return last
+        return given_up_by_watchdog(self.stderr[-20_000:], failed)
+
+    @cached_property
+    def reports(self) -> tuple[dict[str, Any], ...]:
+        """Every `ddpkit.rank.report(...)` of this rank, in order."""
+        found = []
+        for line in wire.read_text(self.folder / wire.REPORTS).splitlines():
+            try:
+                found.append(json.loads(line)["values"])
+            except (ValueError, KeyError):
+                continue
+        return tuple(found)
+
+    def _log(self, stream: str) -> str:
+        return log_text(self.log_folder / f"{stream}.log") if self.log_folder else ""
+
+
+def log_text(path: Path) -> str:
+    """A log file as text. Where the cap has cut a hole into it, one line says how much is missing."""
+    try:
+        with open(path, "rb") as file:
+            return b"".join(_around_the_hole(file, path)).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _around_the_hole(file: Any, path: Path) -> list[bytes]:
+    cut = wire.read_record(path.with_suffix(".cut.json"))
+    if not cut:
+        return [file.read()]
+    head = file.read(cut["from"])
+    file.seek(cut["to"])
+    notice = (
+        f"\n[ddpkit: {(cut['to'] - cut['from']) >> 20} MiB are missing here: {wire.ENV_LOG_CAP}={cut['cap_mib']}]\n"
+    )
+    return [head, notice.encode(), file.read()]
+
+
+def read_attempts(folder: Path) -> tuple[tuple[Rank, ...], ...]:
+    """Every attempt of the job in `folder` (torchrun restarts make more than one), each a tuple of ranks in order."""
+    found = sorted((folder / "ranks").glob("attempt_*"), key=_number)
+    return tuple(tuple(_read_rank(folder, p) for p in sorted(a.glob("rank_*"), key=_number)) for a in found)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.rsplit("_", 1)[1])
+
+
+def _read_rank(folder: Path, own: Path) -> Rank:
+    started = wire.read_record(own / wire.STARTED) or {}
+    ended = wire.read_record(own / wire.EXIT) or {}
+    attempt, rank = _number(own.parent), _number(own)
+    local_rank = started.get("local_rank", rank)
+    log = log_folder(folder, attempt, local_rank)
+    finished = wire.read_record(own / wire.FINISHED) or {}
+    left_at = finished.get("left_at")
+    return Rank(
+        rank=rank,
+        local_rank=local_rank,
+        attempt=attempt,
+        folder=own,
+        log_folder=log,
+        started_ns=started.get("at_ns"),
+        finished_ns=finished.get("at_ns"),
+        left_at=Frame(**left_at) if left_at else None,
+        ended_ns=ended.get("at_ns"),
+        pid=started.get("pid"),
+        stack_signal=started.get("stack_signal"),
+        warm=started.get("warm"),
+        master=started.get("master", ""),
+        world_size=started.get("world_size", 0),
+        exitcode=ended.get("exitcode"),
+        signal=ended.get("signal"),
+        told=ended.get("told"),
+        told_ns=ended.get("told_ns", 0),
+        killed_for=ended.get("killed_for", ""),
+        oom=ended.get("oom", ""),
+        failure=read_failure(own, log, ended, sources(folder)),
+        peak_rss_mib=ended.get("peak_rss_mib"),
+    )
+
+
+def log_folder(folder: Path, attempt: int, local_rank: int) -> Path | None:
+    """torchrun's own log folder of a rank: logs/<run id>/attempt_<n>/<local rank>."""
+    return next(iter((folder / wire.LOGS).glob(f"*/attempt_{attempt}/{local_rank}")), None)
+
+
+def sources(folder: Path) -> dict[str, str]:
+    """The texts that the job ran, by file name as tracebacks give it: its script, or the cells that its function came from."""
+    spec = wire.read_record(folder / wire.JOB) or {}
+    script, program = spec.get("script", ""), spec.get("program", "")
+    own = {program: wire.read_text(folder / script)} if script and program else {}
+    return own | (wire.read_record(folder / wire.CALL_CONTEXT) or {}).get("sources", {})

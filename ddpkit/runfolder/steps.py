@@ -1,0 +1,211 @@
+"""Compares what the ranks wrote down at their optimizer steps: with each other, and with the same training in one process.
+
+The rank's side, `recorder/steps.py`, writes where a job asks for it. Differences are the largest of any parameter or
+gradient, in their own units; float32 sums of one batch taken in two ways differ by about 1e-7 of their size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import wire
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ddpkit.run import Run
+
+# Two ways of adding up the same float32 numbers stay below this share of the largest of them; a real fault is far above.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one rank wrote down: of each parameter all values, or every so-many-th of a large model; of a sharded one its part.
+
+    `sizes` counts a parameter's values over all ranks, `lengths` those of this rank, which begin at `offsets`.
+    """
+
+    rank: int
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    offsets: tuple[int, ...]
+    ended_ns: tuple[int, ...]
+    own_ns: tuple[int, ...]
+    values: NDArray[np.float32]
+    final: NDArray[np.float32] | None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were applied."""
+        return len(self.ended_ns)
+
+    @property
+    def gradients(self) -> NDArray[np.float32]:
+        """Shape (steps, values): as they were before each step."""
+        return self.values[0::2]
+
+    @property
+    def parameters(self) -> NDArray[np.float32]:
+        """Shape (steps, values): as they were after each step."""
+        return self.values[1::2]
+
+    @cached_property
+    def step_s(self) -> tuple[float, ...]:
+        """Seconds from the end of each step to the end of the next, without the time that writing them down took."""
+        ends = zip(self.ended_ns, self.ended_ns[1:], self.own_ns[1:], strict=False)
+        return tuple((after - before - own) / 1e9 for before, after, own in ends)
+
+    def by_name(self, row: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+        """One row of values, cut into the parameters' own."""
+        cuts = np.cumsum(self.lengths)[:-1]
+        return dict(zip(self.names, np.split(row, cuts), strict=True))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds a part of its parameters only, as with FSDP2."""
+        return self.lengths != self.sizes
+
+
+def recorded(run: Run) -> tuple[Recorded, ...]:
+    """What each rank of `run` wrote down, in order; a rank that applied no step is not there."""
+    return tuple(found for rank in run.ranks if (found := _read(rank.folder, rank.rank)) is not None)
+
+
+def replicas_apart(run: Run) -> float | None:
+    """How far the ranks' parameters are apart at the end of the script; None where they do not all hold the same ones."""
+    ranks = recorded(run)
+    finals = [r.final for r in ranks if r.final is not None and not r.sharded]
+    alike = len({(r.names, r.lengths) for r in ranks}) == 1
+    if len(finals) < len(run.ranks) or not finals or not alike:
+        return None
+    return _apart(finals)
+
+
+def apart_by_step(run: Run) -> list[float]:
+    """How far the ranks' parameters were apart after each step that all of them applied."""
+    ranks = recorded(run)
+    if len(ranks) < 2 or len({(r.names, r.lengths) for r in ranks}) > 1:
+        return []
+    steps = min(len(r.parameters) for r in ranks)
+    return [_apart([r.parameters[step] for r in ranks]) for step in range(steps)]
+
+
+def off_one_process(run: Run, reference: Run) -> float | None:
+    """How far the parameters at the end, and the gradients of the last step, are from those of `reference`, a job of one rank.
+
+    Matched by name. None where the two have no parameter of the same name and length, or did not come to their end.
+    """
+    mine, theirs = recorded(run), recorded(reference)
+    if not mine or not theirs or theirs[0].final is None:
+        return None
+    expected = theirs[0].by_name(theirs[0].final)
+    found = _assembled(mine)
+    common = [name for name in found if name in expected and found[name].size == expected[name].size]
+    if not common or len(common) < min(len(found), len(expected)):
+        return None
+    off = max(_scaled(found[name], expected[name]) for name in common)
+    first = mine[0]
+    if first.sharded or first.steps != theirs[0].steps or not len(first.gradients) or not len(theirs[0].gradients):
+        return off
+    got, wanted = first.by_name(first.gradients[-1]), theirs[0].by_name(theirs[0].gradients[-1])
+    return max(off, *(_scaled(got[name], wanted[name]) for name in common))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Milliseconds of a step over the ranks' steps but the first: the quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+    def overlaps(self, other: StepTime) -> bool:
+        """Whether the middle halves of both meet: then nothing can be said of which is faster."""
+        return self.low <= other.high and other.low <= self.high
+
+
+def step_time(run: Run) -> StepTime | None:
+    """How long a step took; None where fewer than two were applied."""
+    times = [s * 1e3 for r in recorded(run) for s in r.step_s[1:] or r.step_s]
+    return StepTime(*map(float, np.quantile(times, (0.25, 0.5, 0.75)))) if times else None
+
+
+def equal(difference: float | None) -> bool:
+    """Whether a difference is no more than what the order of adding up makes."""
+    return difference is not None and difference <= TOLERANCE
+
+
+def _assembled(ranks: Sequence[Recorded]) -> dict[str, NDArray[np.float32]]:
+    """The parameters at the end, from rank 0, or put together from the parts of all."""
+    first = ranks[0]
+    if not first.sharded:
+        return first.by_name(first.final) if first.final is not None else {}
+    whole = {name: np.zeros(size, np.float32) for name, size in zip(first.names, first.sizes, strict=True)}
+    for rank in ranks:
+        if rank.final is None:
+            return {}
+        for (name, part), offset in zip(rank.by_name(rank.final).items(), rank.offsets, strict=True):
+            whole[name][offset : offset + part.size] = part
+    return whole
+
+
+def _apart(rows: Sequence[NDArray[np.float32]]) -> float:
+    """The largest difference between any two of the rows, in units of the largest value where that is above 1."""
+    together = np.stack(rows)
+    return _scaled(np.min(together, axis=0), np.max(together, axis=0))
+
+
+def _scaled(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    """The largest difference, in units of the largest value where that is above 1. An infinity equals itself; anything that
+    is no number is infinitely far off."""
+    with np.errstate(invalid="ignore"):
+        apart = np.where(one == other, np.float32(0), np.abs(one - other))
+    difference = float(np.max(apart, initial=0.0))
+    finite = np.abs(other[np.isfinite(other)])
+    return difference / max(1.0, float(np.max(finite, initial=0.0))) if np.isfinite(difference) else float("inf")
+
+
+def _read(folder: Path, rank: int) -> Recorded | None:
+    header: dict[str, Any] | None = wire.read_record(folder / wire.STEPS)
+    if header is None:
+        return None
+    times = [json.loads(line) for line in _lines(folder / wire.STEP_TIMES)]
+    width = sum(header["lengths"])
+    values = _floats(folder / wire.STEP_VALUES)
+    # A rank that was ended in the middle of a step leaves a part of it.
+    rows = values[: 2 * width * len(times)].reshape(-1, width) if width else values.reshape(0, 0)
+    final = _floats(folder / wire.FINAL_VALUES)
+    return Recorded(
+        rank,
+        tuple(header["names"]),
+        tuple(header["sizes"]),
+        tuple(header["lengths"]),
+        tuple(header["offsets"]),
+        tuple(t["at_ns"] for t in times),
+        tuple(t["own_ns"] for t in times),
+        rows,
+        final if final.size == width and width else None,
+    )
+
+
+def _floats(path: Path) -> NDArray[np.float32]:
+    try:
+        return np.fromfile(path, np.float32)
+    except OSError:
+        return np.empty(0, np.float32)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    except OSError:
+        return []

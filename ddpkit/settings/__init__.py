@@ -1,0 +1,1 @@
+"""The settings of a training, without torch: keys, defaults and checks."""

@@ -1,0 +1,173 @@
+"""Judges whether a `TrainConfig` can be trained with: each key by itself, then those that go together; all faults at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .training import TrainConfig
+
+# What only DDP has.
+OF_DDP = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job that a configuration is for; `device_type` is "cpu", "cuda" or, where it is not known yet, ""."""
+
+    world_size: int
+    device_type: str
+
+
+Rule = Callable[["TrainConfig", Job], Iterator[str]]
+
+
+def faults(
+    config: TrainConfig, world_size: int, device_type: str, leave_out: Collection[str] = frozenset()
+) -> list[str]:
+    """A sentence for each thing that is wrong. Nothing is said of keys in `leave_out`, nor of rules that need them."""
+    alone = {name: key.fault(getattr(config, name)) for name, key in config.keys().items() if name not in leave_out}
+    found = [sentence for sentence in alone.values() if sentence]
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        found.append(f"a job has at least one rank (world_size={world_size!r} given)")
+        world_size = 1
+    unusable = {name for name, sentence in alone.items() if sentence} | set(leave_out)
+    for names, rule in TOGETHER:
+        if not unusable & set(names):
+            found += rule(config, Job(world_size, device_type))
+    return found
+
+
+def remarks(config: TrainConfig, world_size: int, device_type: str) -> list[str]:
+    """What runs and will not do what it seems to promise."""
+    return [sentence for rule in WORTH_SAYING for sentence in rule(config, Job(world_size, device_type))]
+
+
+def _heads(config: TrainConfig, job: Job) -> Iterator[str]:
+    if config.hidden_size % config.num_heads:
+        yield (
+            "model.hidden_size must be divisible by model.num_heads "
+            f"({config.hidden_size} and {config.num_heads} given)"
+        )
+
+
+def _held_out(config: TrainConfig, job: Job) -> Iterator[str]:
+    if config.eval_fraction and not config.eval_size:
+        yield (
+            f"data.eval_fraction {config.eval_fraction:g} of {config.dataset_size} samples is not one sample; "
+            "raise it, or 0 for no evaluation"
+        )
+
+
+def _batches(config: TrainConfig, job: Job) -> Iterator[str]:
+    """Every rank must get a whole batch, and an epoch must hold a whole accumulation window."""
+    batches = config.train_size // job.world_size // config.batch_size
+    ranks = f"{job.world_size} rank{'s' * (job.world_size > 1)}"
+    if not batches:
+        yield (
+            f"training.batch_size {config.batch_size} on {ranks} takes {config.batch_size * job.world_size} samples for one "
+            f"step, but of data.dataset_size {config.dataset_size} there are {config.train_size} to train on "
+            f"({config.eval_size} are held out)"
+        )
+    elif batches < config.gradient_accumulation_steps:
+        yield (
+            f"training.gradient_accumulation_steps {config.gradient_accumulation_steps} is more than the {batches} "
+            f"micro-batches that an epoch has on {ranks}; lower it, or batch_size"
+        )
+
+
+def _amp(config: TrainConfig, job: Job) -> Iterator[str]:
+    if not config.use_amp and config.precision in ("bf16", "fp16"):
+        yield (
+            f"training.precision {config.precision} is mixed precision, and training.use_amp is false; "
+            "take use_amp true, or precision auto"
+        )
+
+
+def _backend(config: TrainConfig, job: Job) -> Iterator[str]:
+    if config.backend == "nccl" and job.device_type == "cpu":
+        yield "distributed.backend nccl needs a GPU for each rank, and these ranks run on the CPU; take gloo, or none"
+
+
+def _nccl_or_not(config: TrainConfig, job: Job) -> Iterator[str]:
+    if config.fallback and config.backend == "gloo":
+        yield "distributed.fallback goes from nccl to gloo, and distributed.backend is gloo already; leave one of them out"
+
+
+def _graph(config: TrainConfig, job: Job) -> Iterator[str]:
+    if config.static_graph and config.find_unused_parameters:
+        yield (
+            "distributed.static_graph and distributed.find_unused_parameters exclude each other: a graph that never "
+            "changes is searched once; keep one"
+        )
+
+
+def _windows(config: TrainConfig, job: Job) -> Iterator[str]:
+    if config.static_graph and config.gradient_accumulation_steps > 1:
+        yield (
+            "distributed.static_graph and training.gradient_accumulation_steps exclude each other: DDP learns the graph in "
+            "its first backward, and fails there under no_sync (expect_autograd_hooks_ INTERNAL ASSERT FAILED); leave out one"
+        )
+
+
+def _shards(config: TrainConfig, job: Job) -> Iterator[str]:
+    changed = [name for name in OF_DDP if getattr(config, name) != config.keys()[name].default]
+    if config.parallel == "fsdp" and changed:
+        names = " and ".join(f"distributed.{name}" for name in changed)
+        yield f"{names} belong{'s' * (len(changed) == 1)} to ddp, and distributed.parallel is fsdp; leave out one or the other"
+
+
+def _fault(config: TrainConfig, job: Job) -> Iterator[str]:
+    if config.fault is None:
+        return
+    if not (found := re.fullmatch(r"[a-z]+:(\d+):\d+", config.fault)):
+        yield f"run.fault must be KIND:RANK:STEP, such as kill:1:7 ({config.fault!r} given)"
+    elif job.device_type and int(found[1]) >= job.world_size:
+        yield f"run.fault {config.fault} is for rank {found[1]}, and the last rank is {job.world_size - 1}"
+
+
+# Which keys go together, and the rule that looks at them.
+TOGETHER: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("hidden_size", "num_heads"), _heads),
+    (("dataset_size", "eval_fraction"), _held_out),
+    (("dataset_size", "eval_fraction", "batch_size", "gradient_accumulation_steps"), _batches),
+    (("use_amp", "precision"), _amp),
+    (("backend",), _backend),
+    (("backend", "fallback"), _nccl_or_not),
+    (("static_graph", "find_unused_parameters"), _graph),
+    (("static_graph", "gradient_accumulation_steps"), _windows),
+    (("parallel", *OF_DDP), _shards),
+    (("fault",), _fault),
+)
+
+
+def _slow_precision(config: TrainConfig, job: Job) -> Iterator[str]:
+    if job.device_type != "cpu" or not config.use_amp:
+        return
+    if config.precision == "fp16":
+        yield "training.precision fp16 runs on the CPU, many times slower than fp32; it tries the code, no more"
+    elif config.precision == "bf16":
+        yield "training.precision bf16 on the CPU is faster than fp32 on those with bf16 instructions alone; auto takes fp32"
+
+
+def _warmup(config: TrainConfig, job: Job) -> Iterator[str]:
+    steps = config.total_steps(job.world_size)
+    if config.scheduler == "linear_warmup" and config.warmup_steps > steps:
+        yield (
+            f"training.warmup_steps {config.warmup_steps} are more than the {steps} steps of this training: "
+            f"the learning rate gets no further than {config.learning_rate * steps / config.warmup_steps:g}"
+        )
+
+
+def _cleanup(config: TrainConfig, job: Job) -> Iterator[str]:
+    if config.cleanup_interval:
+        yield (
+            f"intervals.cleanup_interval {config.cleanup_interval} frees no tensor that is in use, and costs time each "
+            "time; 0 leaves it out"
+        )
+
+
+WORTH_SAYING: tuple[Rule, ...] = (_slow_precision, _warmup, _cleanup)

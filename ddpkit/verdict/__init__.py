@@ -1,0 +1,1 @@
+"""Who is at fault in a job that failed or hangs, from its records alone."""

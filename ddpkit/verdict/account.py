@@ -1,0 +1,81 @@
+"""Reads what a run folder says of its job: the ranks of each attempt, how the job ended, the verdict over it, and the notes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddpkit.runfolder import wire
+from ddpkit.runfolder.ranks import Rank, read_attempts
+from ddpkit.runfolder.stable import shortened, stable
+
+from .culprit import Verdict, judge
+from .endings import Ending
+
+
+@dataclass(frozen=True)
+class Account:
+    """A job as recorded so far: the ranks of each attempt, how it ended, the verdict over the last attempt, and the notes."""
+
+    attempts: tuple[tuple[Rank, ...], ...]
+    ending: Ending
+    verdict: Verdict
+    notes: tuple[str, ...]
+
+    @property
+    def last_attempt(self) -> tuple[Rank, ...]:
+        """The ranks of the last attempt; () where none has started."""
+        return self.attempts[-1] if self.attempts else ()
+
+
+def read_account(folder: Path, spec: Mapping[str, Any], end: Mapping[str, Any], torchrun_log: str) -> Account:
+    """The account of the job in `folder`, which was asked for by `spec`; `end` is how ddpkit ended it."""
+    attempts = read_attempts(folder)
+    agent = wire.read_record(folder / wire.AGENT_RECORD) or {}
+    reason = end.get("reason", "") or ("stopped" if agent.get("told") else "")
+    ending = Ending(
+        reason=reason,
+        agent_exitcode=agent.get("exitcode", end.get("keeper_exitcode")),
+        agent_signal=None if reason else agent.get("signal"),
+        agent_error=_last_words(torchrun_log),
+        timeout_s=spec.get("timeout_s"),
+        stall_s=spec.get("stall_s"),
+    )
+    notes = (*spec.get("notes", ()), *end.get("notes", ()), *_of_the_ranks(attempts), *_of_the_agent(agent))
+    return Account(attempts, ending, _verdict(attempts, ending), notes)
+
+
+def _verdict(attempts: Sequence[tuple[Rank, ...]], ending: Ending) -> Verdict:
+    verdict = judge(attempts[-1] if attempts else (), ending)
+    if len(attempts) > 1 and verdict.sentence:
+        # What follows a restart may be torch's own doing; why there was one is what the reader can mend.
+        began = judge(attempts[0], Ending(agent_exitcode=1)).sentence
+        if began != verdict.sentence:
+            verdict = replace(verdict, sentence=f"{verdict.sentence} Before, in attempt 1: {began}")
+    return verdict
+
+
+def _of_the_ranks(attempts: Sequence[tuple[Rank, ...]]) -> list[str]:
+    notes = []
+    if len(attempts) > 1:
+        notes.append(f"torchrun restarted the ranks: this was attempt {len(attempts)}, see run.attempts.")
+    for rank in attempts[-1] if attempts else ():
+        if rank.killed_for.startswith("it ignored"):
+            notes.append(f"rank {rank.rank} {rank.killed_for.removeprefix('it ')} and was ended by SIGKILL.")
+    return notes
+
+
+def _of_the_agent(agent: Mapping[str, Any]) -> list[str]:
+    ours = (wire.KEEPER_FILE, wire.CLIENT)
+    stubborn = [s for s in agent.get("swept", []) if not any(program in s["command"] for program in ours)]
+    if stubborn and not agent.get("signal"):
+        return [f"{len(stubborn)} processes had outlived the job and were ended."]
+    return []
+
+
+def _last_words(log: str) -> str:
+    """The last line of torchrun's log that states an error."""
+    lines = [line.strip() for line in log.splitlines() if "Error" in line and not line.startswith((" ", "[", "W", "E"))]
+    return shortened(stable(lines[-1])) if lines else ""

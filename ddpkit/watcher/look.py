@@ -1,0 +1,289 @@
+"""Looks at the ranks of a job in which nothing moves, while they live: stacks, collectives, process state, memory.
+
+py-spy comes first, where the system lets it: it reads every thread from outside, of a stopped process and of a loader's
+workers too, and no rank notices. Else faulthandler writes the main thread's stack from a signal's handler, which needs
+neither the GIL nor torch. But a signal is noticed: torch's poll for the store gives up with "Interrupted system call".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ddpkit.machine import devices
+from ddpkit.processes.agent import handles, signal_rank
+from ddpkit.runfolder import wire
+from ddpkit.runfolder.frames import stack_frames, with_sources
+from ddpkit.runfolder.ranks import Rank, sources
+
+from . import program_text
+
+WITHIN_S = 1.2
+# Who lets go of the GIL answers in a moment; on a full machine in seconds.
+ANSWERS_WITHIN_S = 6.0
+SPY_WITHIN_S = 2.5
+# py-spy reads the symbols of all of torch for it: half a second, and several on a machine that has other work.
+SPY_NATIVE_WITHIN_S = 10.0
+MOST_WORKERS = 8
+# Functions of torch.distributed by their argument for the other rank, and for the one rank of a collective that differs.
+_COLLECTIVES = "distributed_c10d.py"
+_PEERS = {"send": "dst", "recv": "src"}
+_ROOTS = dict.fromkeys(("broadcast", "broadcast_object_list", "scatter", "scatter_object_list"), "src")
+_ROOTS |= dict.fromkeys(("reduce", "gather", "gather_object"), "dst")
+_GROUP_ROOTS = {function: f"group_{argument}" for function, argument in _ROOTS.items()}
+_IN_LOADER = f"torch{os.sep}utils{os.sep}data{os.sep}dataloader.py"
+
+
+def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: Mapping[int, float]) -> None:
+    """Look at every living rank and write down what is found; takes as long as the slowest answer, at
+    most about `ANSWERS_WITHIN_S`.
+
+    `silent_s` and `busy` are the seconds since each rank's last progress and the share of a core it used lately.
+    """
+    living = [rank for rank in ranks if rank.exitcode is None and rank.pid]
+    states = {rank.rank: _state(rank.pid or 0) for rank in living}
+    awake = [rank for rank in living if states[rank.rank] != psutil.STATUS_STOPPED]
+    spied = spied_threads([rank.pid or 0 for rank in living])
+    for rank in living:
+        # Where nothing was seen, what an earlier look saw in this standstill still stands.
+        if threads := spied.get(rank.pid or 0):
+            _write(rank.folder / wire.STACK, "\n".join(_as_faulthandler_writes(thread) for thread in threads))
+    unseen = [rank for rank in awake if rank.pid not in spied]
+    gather_stacks([rank for rank in unseen if not rank.joining or (rank.folder / wire.ASK).exists()])
+    gather_collectives(awake, [rank.rank for rank in awake if rank.failure or _has_the_gil(rank, spied)])
+    for rank in living:
+        path = rank.folder / wire.STACK
+        _write(path, with_sources(wire.read_text(path), sources(rank.folder.parents[2])))
+    on_gpu = devices.device_busy([rank.pid or 0 for rank in living])
+    locked_by, rank_of = program_text.locked_by(spied), {rank.pid: rank.rank for rank in living}
+    for rank in living:
+        children = [_state(child) for child in _children_in_a_loader(rank)]
+        record = {
+            "at_ns": time.time_ns(),
+            "why": why,
+            "state": states[rank.rank],
+            "busy": round(busy.get(rank.rank, 0.0), 2),
+            "gpu_busy": on_gpu.get(rank.pid or 0),
+            "silent_s": round(silent_s.get(rank.rank, 0.0), 1),
+            "rss_mib": _rss_mib(rank.pid or 0),
+            "workers": list(_workers_of(rank).items()),
+            "peer": _named_in(spied.get(rank.pid or 0, []), _PEERS),
+            "root": _named_in(spied.get(rank.pid or 0, []), _ROOTS),
+            "group_root": _named_in(spied.get(rank.pid or 0, []), _GROUP_ROOTS),
+            "inside": _inside(rank.pid or 0) if _sleeps_with_the_gil(rank, spied, states) else [],
+            "dead_workers": children.count(psutil.STATUS_ZOMBIE),
+            "stopped_workers": children.count(psutil.STATUS_STOPPED),
+            "locked_by": rank_of.get(locked_by.get(rank.pid or 0)),
+            **_around(rank),
+        }
+        with contextlib.suppress(OSError):
+            wire.write_record(rank.folder / wire.LOOK, record)
+
+
+def withdraw(ranks: Sequence[Rank]) -> None:
+    """These ranks went on: what was found while nothing moved is no evidence of anything any more."""
+    for rank in ranks:
+        for name in (wire.COLLECTIVES_ASKED, wire.LOOK):
+            (rank.folder / name).unlink(missing_ok=True)
+        _write(rank.folder / wire.STACK, "")
+
+
+def ask(rank: Rank, question: bytes) -> bool:
+    """Put `question` to the rank's own thread; False where it has none, before its process group is up."""
+    try:
+        pipe = os.open(rank.folder / wire.ASK, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return os.write(pipe, question) == len(question)
+    except OSError:
+        return False
+    finally:
+        os.close(pipe)
+
+
+def gather_stacks(ranks: Sequence[Rank]) -> None:
+    """Have every living rank write its Python stack, and wait until they are there.
+
+    A rank that has not confirmed its handler is never signalled, nor one that is another program by now.
+    """
+    asked = []
+    for rank in ranks:
+        if rank.stack_signal:
+            _write(rank.folder / wire.STACK, "")
+            if handles(rank.pid or 0, rank.stack_signal) and signal_rank(rank.pid or 0, rank.stack_signal):
+                asked.append(rank.folder / wire.STACK)
+    until, sizes = time.monotonic() + WITHIN_S, [0]
+    while asked and time.monotonic() < until:
+        before, sizes = sizes, [_size(path) for path in asked]
+        # A stack is whole when it does not grow any more.
+        if all(sizes) and sizes == before:
+            return
+        time.sleep(0.01)
+
+
+def gather_collectives(ranks: Sequence[Rank], unable: Collection[int]) -> None:
+    """Have every living rank write down its collectives, and wait until they are there; not for long for the ranks that may be
+    `unable` to, as one that has the GIL, or is on its way out."""
+    before = {rank.rank: _collectives_written(rank) for rank in ranks}
+    waited_for = [rank for rank in ranks if ask(rank, wire.ASK_ENTRIES)]
+    began = time.monotonic()
+    while waited_for:
+        time.sleep(0.01)
+        waited_s = time.monotonic() - began
+        still = [rank for rank in waited_for if _collectives_written(rank) == before[rank.rank]]
+        still = [rank for rank in still if waited_s < (WITHIN_S if rank.rank in unable else ANSWERS_WITHIN_S)]
+        waited_for = [rank for rank in still if _state(rank.pid or 0) not in ("gone", psutil.STATUS_ZOMBIE)]
+
+
+def _collectives_written(rank: Rank) -> tuple[int, ...]:
+    """When it last wrote them down, as it was asked for them and, at its end, by itself."""
+    return tuple(wire.written_ns(rank.folder / name) for name in (wire.COLLECTIVES_ASKED, wire.COLLECTIVES))
+
+
+Thread = Mapping[str, Any]
+
+
+def _has_the_gil(rank: Rank, spied: Mapping[int, Sequence[Thread]]) -> bool:
+    """Whether the rank's main thread was seen with the GIL, or could not be seen."""
+    threads = spied.get(rank.pid or 0, [])
+    return not threads or threads[0].get("owns_gil") is True
+
+
+def _sleeps_with_the_gil(rank: Rank, spied: Mapping[int, Sequence[Thread]], states: Mapping[int, str]) -> bool:
+    """Whether the rank's main thread sleeps and lets no other thread run Python."""
+    return rank.pid in spied and _has_the_gil(rank, spied) and states[rank.rank] == psutil.STATUS_SLEEPING
+
+
+def _inside(pid: int) -> list[str]:
+    """The C++ functions that the main thread of a process is in, innermost first, down to the Python line that called them;
+    none where it may not be read. It is halted for that, for half a second."""
+    try:
+        command = [*_spy(), "dump", "--json", "--native", "--pid", str(pid)]
+        told = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SPY_NATIVE_WITHIN_S, check=True
+        )
+        (main,) = (thread["frames"] for thread in json.loads(told.stdout) if thread["os_thread_id"] == pid)
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
+        return []
+    called = itertools.takewhile(lambda frame: frame["module"], main)
+    return [name for frame in called if not (name := re.split("[(<]", frame["name"])[0]).startswith("0x")]
+
+
+def _around(rank: Rank) -> dict[str, Any]:
+    """Whether the rank's own line looks at something again and again, and sleeps in between; the loops it is in; the sends and
+    receives that its functions still have before them."""
+    cells = sources(rank.folder.parents[2])
+    own = [frame for frame in stack_frames(wire.read_text(rank.folder / wire.STACK), cells) if frame.own]
+    programs = [(cells.get(frame.file) or wire.read_text(Path(frame.file)), frame) for frame in own]
+    return {
+        "polls": any(program_text.polls(source, frame.line) for source, frame in programs[:1]),
+        "loops": [
+            f"{frame.file}:{line}" for source, frame in programs for line in program_text.loops(source, frame.line)
+        ],
+        "ahead": sorted(
+            {call for source, frame in programs for call in program_text.exchanges_ahead(source, frame.line)}
+        ),
+    }
+
+
+def _spy() -> list[str]:
+    return [shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))]
+
+
+def spied_threads(pids: Sequence[int]) -> dict[int, list[Thread]]:
+    """The threads of each process as py-spy reads them from outside, the main one first; a process that may not be read is
+    left out."""
+    spying = {}
+    for pid in pids:
+        command = [*_spy(), "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
+        with contextlib.suppress(OSError):
+            spying[pid] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+    found, until = {}, time.monotonic() + SPY_WITHIN_S
+    for pid, process in spying.items():
+        try:
+            answer, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+            threads = [t for t in json.loads(answer) if not str(t["thread_name"]).startswith("ddpkit")]
+            threads.sort(key=lambda thread: thread["os_thread_id"] != pid)
+            # Of a process that runs on meanwhile, py-spy may have read nothing, or a stack that is cut off.
+            if threads and [frame["name"] for frame in threads[0]["frames"][-1:]] == ["<module>"]:
+                found[pid] = threads
+        except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
+            process.kill()
+            process.communicate()
+    return found
+
+
+def _named_in(threads: Sequence[Thread], arguments: Mapping[str, str]) -> int | None:
+    """The rank that a function of torch.distributed was called with, as the argument that `arguments` has for it; None where
+    none of them runs, or where it takes whoever comes."""
+    for thread in threads:
+        inside = [f for f in thread["frames"] if f["name"] in arguments and Path(f["filename"]).name == _COLLECTIVES]
+        if inside:
+            called = inside[-1]
+            known = {local["name"]: str(local["repr"]) for local in called["locals"] or ()}
+            named = known.get(arguments[called["name"]], "")
+            return int(named) if named.isdigit() else None
+    return None
+
+
+def _as_faulthandler_writes(thread: Thread) -> str:
+    lines = [f'  File "{f["filename"]}", line {f["line"]} in {f["name"]}' for f in thread["frames"]]
+    return "\n".join([f"Thread {thread['thread_name'] or thread['thread_id']} (most recent call first):", *lines, ""])
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a stack; the rank keeps the file open for appending, so that it must stay the same file."""
+    with contextlib.suppress(OSError):
+        path.write_text(text, encoding="utf-8")
+
+
+def _workers_of(rank: Rank) -> dict[int, str]:
+    """The stacks of the DataLoader workers that this rank waits for; empty where it does not wait in a loader."""
+    spied = spied_threads(_children_in_a_loader(rank)[:MOST_WORKERS])
+    cells = sources(rank.folder.parents[2])
+    return {pid: with_sources(_as_faulthandler_writes(threads[0]), cells) for pid, threads in spied.items() if threads}
+
+
+def _children_in_a_loader(rank: Rank) -> list[int]:
+    if _IN_LOADER not in wire.read_text(rank.folder / wire.STACK):
+        return []
+    try:
+        return [child.pid for child in psutil.Process(rank.pid).children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _state(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "gone"
+
+
+def _rss_mib(pid: int) -> float | None:
+    try:
+        return round(psutil.Process(pid).memory_info().rss / 2**20, 1)
+    except psutil.Error:
+        return None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,235 @@
+"""The clock over a running job: passes lines on, says how each rank is, looks closer when nothing moves, minds the limits."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ddpkit.diagnosis.rows import Standstill, rows
+from ddpkit.display.sink import Line, Now, RankNow, Sink
+from ddpkit.machine import devices
+from ddpkit.processes.agent import Job
+from ddpkit.run import Run
+from ddpkit.runfolder import wire
+from ddpkit.runfolder.ranks import Rank, read_attempts
+from ddpkit.verdict.endings import classify, plain_words
+from ddpkit.verdict.finding import Finding
+from ddpkit.verdict.standing import BUSY_FROM
+from ddpkit.verdict.standstill import find
+
+from .log_cap import LogCap
+from .look import look, withdraw
+from .progress import LATELY_S, Progress
+from .tail import Tails
+
+PAUSE_S = 0.004
+IDLE_S = 0.25
+STATE_EVERY_S = 0.5
+# A job that is to be ended at a stall is given so many times as long while the rank that holds it up computes.
+BUSY_PATIENCE = 5
+# What was found longer ago than this is looked at once more before the job is ended.
+FRESH_S = 1.0
+FULL_DISK_BYTES = 512 * 1024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds. `timeout` ends the job; after `stall` without progress ddpkit looks closer, and with `stop_on_stall` ends it."""
+
+    timeout_s: float | None
+    stall_s: float | None
+    stop_on_stall: bool
+
+
+@dataclass
+class Watcher:
+    """Watches one job to its end, on a thread of its own that outlives whoever started it."""
+
+    run: Run
+    job: Job
+    sink: Sink
+    limits: Limits
+    _progress: Progress = field(default_factory=Progress)
+    _finding: Finding | None = None
+    _still: Standstill | None = None
+    _still_exits: tuple[int | None, ...] = ()
+    _looked_at_failure_of: int = -1
+    _hoped_at: float = -math.inf
+
+    def start(self) -> None:
+        """Begin to watch; returns at once. `job.over` is set at the end, whatever happens here."""
+        threading.Thread(target=self._watch, name=f"ddpkit watches {self.run.name}", daemon=True).start()
+
+    def _watch(self) -> None:
+        try:
+            every_line = getattr(self.sink, "wants_every_line", False)
+            self._tails = Tails(self.run.folder, self.job.exit_fd(), every_line)
+            self._cap = LogCap(self.job)
+            self._follow()
+        except Exception as error:
+            # Whoever waits must get control back even if watching itself breaks; the job's files are complete anyway.
+            self.job.note(f"ddpkit stopped watching: {type(error).__name__}: {error}")
+            self.job.stop("stopped")
+        finally:
+            self._note_full_disk()
+            with contextlib.suppress(Exception):
+                withdraw([r for attempt in read_attempts(self.run.folder) for r in attempt if r.exitcode == 0])
+            self.job.finish()
+            with contextlib.suppress(Exception):
+                self.sink.end(self.run)
+            self.job.over.set()
+
+    def _follow(self) -> None:
+        next_state = 0.0
+        while True:
+            was_running = self.job.running
+            self._tails.wait(0 if self._tails.behind else IDLE_S if self._tails.tails else 0.03)
+            now = time.monotonic()
+            if now >= next_state or not was_running or not self._tails.tails:
+                self._tails.find()
+            self._pass_on(list(self._tails.read()))
+            if now >= next_state:
+                next_state = now + STATE_EVERY_S
+                self._say_how_it_is()
+            if not was_running and not self._tails.behind:
+                self._pass_on(self._tails.close())
+                return
+            time.sleep(PAUSE_S)
+
+    def _pass_on(self, lines: Sequence[Line]) -> None:
+        if not lines:
+            return
+        for attempt, rank in {(line.attempt, line.rank) for line in lines}:
+            self._progress.spoke(attempt, rank)
+        self.sink.lines(lines)
+
+    def _say_how_it_is(self) -> None:
+        attempts = read_attempts(self.run.folder)
+        ranks = attempts[-1] if attempts else ()
+        self._cap.apply([tail for tail in self._tails.tails.values() if tail.size > self._cap.bytes])
+        self._progress.update(ranks)
+        self._mind_the_limits(ranks)
+        elapsed = time.monotonic() - self.job.started
+        self._note_standstill(ranks, elapsed)
+        self.sink.now(Now(self._state(), elapsed, self._states(ranks), self._tails.skipped, self._note(), self._still))
+
+    def _state(self) -> str:
+        return "stopping" if self.job.end["reason"] else "running"
+
+    def _note(self) -> str:
+        if self.job.end["notes"]:
+            return self.job.end["notes"][-1]
+        return f"No rank has made progress for {self.limits.stall_s:g} s." if self._finding else ""
+
+    def _note_standstill(self, ranks: Sequence[Rank], elapsed: float) -> None:
+        """Keep what was found for whoever shows it; the rows anew when a rank has ended since."""
+        found, exits = self._finding, tuple(rank.exitcode for rank in ranks)
+        if found is None:
+            self._still = None
+        elif self._still is None or exits != self._still_exits:
+            attempts = read_attempts(self.run.folder)
+            seen, revealed = attempts[-1] if attempts else (), self.run.revealed
+            looked_ns = max((rank.look.at_ns for rank in seen if rank.look), default=time.time_ns())
+            at_s = elapsed - (time.time_ns() - looked_ns) / 1e9
+            sentence = found.sentence if revealed else ""
+            self._still, self._still_exits = Standstill(sentence, rows(seen, found.ranks, revealed), at_s), exits
+
+    def _states(self, ranks: Sequence[Rank]) -> tuple[RankNow, ...]:
+        found = {row.rank: row for row in self._still.rows} if self._still and self.run.revealed else {}
+        living = [r.pid if r.exitcode is None else None for r in ranks]
+        resident, used = devices.rss_mib(living), devices.device_mib([p for p in living if p])
+        by_rank = {}
+        for rank, pid, rss in zip(ranks, living, resident, strict=True):
+            gpu, mib = used.get(pid or 0, (None, None))
+            device = f"GPU {gpu.index}" if gpu else ""
+            kind, words = self._kind(rank)
+            if kind == "silent" and rank.rank in found:
+                words = found[rank.rank].words
+            by_rank[rank.rank] = RankNow(rank.rank, kind, words, rss, device, mib, rank.attempt)
+        return tuple(by_rank.get(i, RankNow(i, "starting", "starting")) for i in range(self.run.nproc))
+
+    def _kind(self, rank: Rank) -> tuple[str, str]:
+        if rank.exitcode is None:
+            if not rank.pid:
+                return "starting", "starting"
+            silent_s = self._progress.silent_s(rank)
+            if self.limits.stall_s is not None and silent_s > self.limits.stall_s:
+                return "silent", f"silent for {silent_s:.0f} s"
+            return "running", "running"
+        kind = classify(rank)
+        if not self.run.revealed and kind in ("peer_lost", "gave_up"):
+            return "failed", plain_words(rank)
+        words = {"peer_lost": "lost its peer", "gave_up": "gave up waiting", "told": "ended"}.get(kind)
+        kinds = {"passed": "passed", "own": "failed", "told": "ended"}
+        return kinds.get(kind, "consequence"), words or plain_words(rank)
+
+    # The limits.
+
+    def _mind_the_limits(self, ranks: Sequence[Rank]) -> None:
+        if self.job.end["reason"]:
+            return
+        limits, silent_s = self.limits, self._progress.job_silent_s(ranks)
+        if limits.timeout_s is not None and time.monotonic() - self.job.started > limits.timeout_s:
+            self._look(ranks, "timeout")
+            self.job.stop("timeout")
+        elif limits.stall_s is not None and silent_s > limits.stall_s:
+            if self._finding is None:
+                self._finding = self._look(ranks, "stall")
+            now = time.monotonic()
+            if self._may_still_come(ranks, silent_s):
+                self._hoped_at = now
+            # What comes when a computation is over needs a moment to be heard of.
+            elif limits.stop_on_stall and now - self._hoped_at > LATELY_S:
+                if silent_s > limits.stall_s + FRESH_S:
+                    self._finding = self._look(ranks, "stall")
+                self.job.stop("stall")
+        else:
+            stalled, self._finding = self._finding is not None, None
+            if self._looked_at_failure_of < (attempt := _failed_attempt(ranks)):
+                # The keeper of a rank that failed holds its end back, so that those it may have waited for still live. Where
+                # they do not any more, what was seen of them in the standstill is kept.
+                self._looked_at_failure_of = attempt
+                self._look(ranks, "failure")
+            elif stalled:
+                withdraw(ranks)
+
+    def _may_still_come(self, ranks: Sequence[Rank], silent_s: float) -> bool:
+        """Whether whoever holds the job up computes, as a rank does that imports torch on a busy machine, or a child of it, or
+        is at a slow disk; whether torch has still to notice that a loader's worker has died; or whether a rank has failed and
+        is on its way out, which takes torch 5 s for each worker that does not answer."""
+        found, stall_s = self._finding, self.limits.stall_s or 0
+        if found is None or silent_s > BUSY_PATIENCE * stall_s:
+            return False
+        if found.kind == "loader_dead" or any(rank.failure and rank.exitcode is None for rank in ranks):
+            return True
+        held_by = [rank for rank in ranks if rank.rank in found.ranks or not found.ranks]
+        living = [rank for rank in held_by if rank.exitcode is None and rank.pid]
+        if any(self._progress.at_the_disk(rank) for rank in living):
+            return True
+        busy = (max(self._progress.busy(rank), self._progress.children_busy(rank)) for rank in living)
+        return any(share >= BUSY_FROM for share in busy)
+
+    def _look(self, ranks: Sequence[Rank], why: str) -> Finding:
+        silent_s = {rank.rank: self._progress.silent_s(rank) for rank in ranks}
+        busy = {rank.rank: self._progress.busy(rank) for rank in ranks}
+        look(ranks, why, silent_s, busy)
+        attempts = read_attempts(self.run.folder)
+        found = find(attempts[-1] if attempts else (), live=True)
+        return found or Finding((), "", "unknown")
+
+    def _note_full_disk(self) -> None:
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(self.run.folder).free < FULL_DISK_BYTES:
+                self.job.note(
+                    f"the disk that holds {wire.ENV_HOME} is full: output and records of this run may be cut."
+                )
+
+
+def _failed_attempt(ranks: Sequence[Rank]) -> int:
+    """The attempt in which a rank has failed by now; -1 if none has."""
+    return next((r.attempt for r in ranks if r.failure or r.exitcode), -1)
