@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from .diagnosis.rows import Row, diagnosis_line, rows, text_lines
 from .diagnosis.run import Diagnosis, diagnose
+from .display.lane_words import lane_words
 from .errors import JobFailed
 from .runfolder import wire
+from .runfolder.account import Account, Ending, read_account
 from .runfolder.folders import unpacked
 from .runfolder.ranks import Rank
 from .runfolder.stable import stable
-from .verdict.account import Account, read_account
-from .verdict.culprit import Culprit, Verdict, judge
-from .verdict.endings import Ending, plain_words
+from .verdict.finding import Culprit, Verdict
+from .verdict.judge import judge, judge_job
 
 if TYPE_CHECKING:
     from .display.picture import Picture
@@ -92,7 +93,7 @@ class Run:
         """running, passed, failed, hung, timed_out or stopped."""
         if self._job is not None and not self._job.ended.is_set():
             return "running"
-        ending = self._known.ending
+        ending = self._known[0].ending
         if ending.reason:
             return {"timeout": "timed_out", "stall": "hung"}.get(ending.reason, "stopped")
         passed = ending.agent_exitcode == 0 and not ending.agent_signal
@@ -124,22 +125,21 @@ class Run:
     @property
     def attempts(self) -> tuple[tuple[Rank, ...], ...]:
         """The ranks of each attempt; more than one where `--max-restarts` let torchrun try again."""
-        attempts = self._known.attempts
-        last = len(attempts) - 1
-        return tuple(
-            self.ranks if i == last else _with_words(ranks, judge(ranks, Ending())) for i, ranks in enumerate(attempts)
-        )
+        account, last = self._known
+        *earlier, _ = account.attempts or [()]
+        before = [_judged(ranks, judge(ranks, Ending()), Ending()) for ranks in earlier]
+        return (*before, _judged(account.last_attempt, last, account.ending)) if account.attempts else ()
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """Every rank of the last attempt, in order. A rank that never started is not there."""
-        known = self._known
-        return _with_words(known.last_attempt, known.verdict)
+        account, verdict = self._known
+        return _judged(account.last_attempt, verdict, account.ending)
 
     @property
     def verdict(self) -> Verdict:
         """Who is at fault, in a sentence and by rank."""
-        return self._known.verdict
+        return self._known[1]
 
     @property
     def culprit(self) -> Culprit:
@@ -158,13 +158,13 @@ class Run:
     @property
     def notes(self) -> tuple[str, ...]:
         """What else the user should know: processes that had to be ended, a log that was capped, a disk that was full."""
-        return self._known.notes
+        return self._known[0].notes
 
     @property
     def reported(self) -> dict[int, dict[str, Any]]:
         """What each rank handed over by `ddpkit.rank.report(...)`: rank to names and latest values."""
         merged: dict[int, dict[str, Any]] = {}
-        for rank in self._known.last_attempt:
+        for rank in self._known[0].last_attempt:
             merged[rank.rank] = {name: value for report in rank.reports for name, value in report.items()}
         return merged
 
@@ -183,7 +183,7 @@ class Run:
         import cloudpickle
 
         found = {}
-        for rank in self._known.last_attempt:
+        for rank in self._known[0].last_attempt:
             path = rank.folder / wire.RETURNED
             if path.exists():
                 found[rank.rank] = cloudpickle.loads(path.read_bytes())
@@ -266,7 +266,8 @@ class Run:
     @property
     def rows(self) -> tuple[Row, ...]:
         """The ranks as the text and HTML forms show them, the same in every run."""
-        return rows(self.ranks, [r.rank for r in self.ranks if r.role == "culprit"], self.revealed, steady=True)
+        at_fault = [rank.rank for rank in self.ranks if rank.role == "culprit"]
+        return rows(self.ranks, at_fault, self.revealed, steady=True, waits=self.verdict.waits)
 
     def __str__(self) -> str:
         lines = [self.headline]
@@ -316,26 +317,28 @@ class Run:
     # What the folder says, read again until the job is over.
 
     @property
-    def _known(self) -> Account:
+    def _known(self) -> tuple[Account, Verdict]:
         return self._final if self._is_over() else self._read()
 
     @cached_property
-    def _final(self) -> Account:
+    def _final(self) -> tuple[Account, Verdict]:
         return self._read()
 
     def _is_over(self) -> bool:
         return self._job is None or self._job.ended.is_set()
 
-    def _read(self) -> Account:
+    def _read(self) -> tuple[Account, Verdict]:
         end = self._job.end if self._job is not None else wire.read_record(self.folder / wire.END) or {}
-        return read_account(self.folder, self._spec, end, self.torchrun_log)
+        account = read_account(self.folder, self._spec, end, self.torchrun_log)
+        return account, judge_job(account.attempts, account.ending)
 
 
-def _with_words(records: tuple[Rank, ...], verdict: Verdict) -> tuple[Rank, ...]:
-    words: Mapping[int, str] = verdict.words
-    return tuple(
-        replace(r, words=words.get(r.rank, plain_words(r)), role=verdict.roles.get(r.rank, "unknown")) for r in records
-    )
+def _judged(ranks: tuple[Rank, ...], verdict: Verdict, ending: Ending) -> tuple[Rank, ...]:
+    found = []
+    for rank in ranks:
+        role = verdict.roles.get(rank.rank, "unknown")
+        found.append(replace(rank, words=lane_words(rank, verdict, ending), role=role))
+    return tuple(found)
 
 
 def _ranks(number: int) -> str:

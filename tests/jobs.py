@@ -43,7 +43,8 @@ class Job:
     """One job and its truth.
 
     `culprit` is what `run.culprit` gives, "nobody" for None. `untold` says why the verdict may only be "cannot be told";
-    "" where it must name the culprit. `live`: `make test` launches it too, instead of only judging its recording.
+    "" where it must name the culprit. `live`: `make test` launches it too, instead of only judging its recording;
+    `needs_record`: an older torch, which records no collectives of gloo, cannot tell it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Job:
     env: dict[str, str] | None = None
     untold: str = ""
     live: bool = False
+    needs_record: bool = False
 
     @property
     def text(self) -> str:

@@ -6,7 +6,6 @@ ended by SIGTERM. What each log tells, and no more, is then entered in tests/rec
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 import sys
@@ -16,9 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from matrix import CASES  # type: ignore[import-not-found]
-
-from ddpkit.course.lab import labs
+from jobs import jobs  # type: ignore[import-not-found]
 
 ABREAST = 3
 LONGEST_S = 25
@@ -29,12 +26,14 @@ MOST_ALIKE = 2
 def programs() -> Iterator[tuple[str, str, int]]:
     """Name, script and number of ranks of each job."""
     seen: dict[str, int] = {}
-    for lab in labs():
-        yield f"{'silent' if lab.expect == 'silent' else 'lab'}_{lab.name}", lab.program, 2
-    for case in CASES:
-        seen[case.diagnosis] = seen.get(case.diagnosis, 0) + 1
-        if seen[case.diagnosis] <= MOST_ALIKE:
-            yield re.sub(r"\W+", "_", case.name), case.text, case.nproc
+    for job in jobs():
+        if job.family == "labs":
+            kind = "silent" if job.state == "passed" else "lab"
+            yield f"{kind}_{job.name.removeprefix('lab ')}", job.text, 2
+            continue
+        seen[job.page] = seen.get(job.page, 0) + 1
+        if seen[job.page] <= MOST_ALIKE:
+            yield job.folder_name, job.text, job.nproc
 
 
 def record(folder: Path, name: str, script: str, ranks: int) -> None:

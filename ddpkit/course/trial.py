@@ -15,7 +15,7 @@ from ddpkit.launcher.options import checked_options
 from ddpkit.launcher.target import of_text
 from ddpkit.run import Run
 from ddpkit.runfolder import steps, wire
-from ddpkit.verdict.culprit import Culprit
+from ddpkit.verdict.finding import Culprit
 
 from .lab import Lab, Remedy, patched
 

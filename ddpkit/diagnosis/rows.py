@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddpkit.runfolder.frames import Frame, stack_frames
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
-from ddpkit.verdict.endings import plain_words
-from ddpkit.verdict.standing import STILL_FROM_S, Standing, standings, unmoved_s
+from ddpkit.verdict.deeds import ranks_said
+from ddpkit.verdict.places import STILL_FROM_S, Place, unmoved_s
+from ddpkit.verdict.waits import scene
 
 from .pages import page
 from .run import UNKNOWN, Diagnosis
@@ -35,7 +36,7 @@ _CONSEQUENCE = ": a consequence"
 class Row:
     """One rank: its `state` in words, `where` it is in the user's code, and the `collective` it waits in or joined last.
 
-    `tone` is fault, waiting, passed or "". `silent_s` and `busy` (the share of a core) are as of the moment when ddpkit
+    `tone` is fault, waiting, passed or "". `whom`: the ranks that it waits for, where the culprit cannot be told. `silent_s` and `busy` (the share of a core) are as of the moment when ddpkit
     looked; `stack` is innermost first, without what started the script; `workers` are the stacks of its loader's workers.
     """
 
@@ -45,6 +46,7 @@ class Row:
     where: str = ""
     collective: str = ""
     waits: bool = False
+    whom: tuple[int, ...] = ()
     message: str = ""
     silent_s: float | None = None
     busy: float | None = None
@@ -53,9 +55,10 @@ class Row:
 
     @property
     def words(self) -> str:
-        """`waits in all_reduce #4`, or the state alone."""
+        """`waits in all_reduce #4 for rank 1`, or the state alone."""
         state, colon, rest = self.state.partition(": ")
-        return f"{state} in {self.collective}{colon}{rest}" if self.waits and self.collective else self.state
+        said = f"{state} in {self.collective}" if self.waits and self.collective else state
+        return f"{said} for {ranks_said(self.whom)}{colon}{rest}" if self.whom else f"{said}{colon}{rest}"
 
     @property
     def said(self) -> str:
@@ -83,34 +86,43 @@ class Standstill:
 
 
 def rows(
-    ranks: Sequence[Rank], at_fault: Collection[int] = (), revealed: bool = True, steady: bool = False
+    ranks: Sequence[Rank],
+    at_fault: Collection[int] = (),
+    revealed: bool = True,
+    steady: bool = False,
+    waits: Mapping[int, tuple[int, ...]] | None = None,
 ) -> tuple[Row, ...]:
     """A row for each rank, of a job that stands still or has ended; `steady` leaves out what varies from run to run.
 
-    Without `revealed` a row says nothing that was concluded: the system's own word for the state, no tone.
+    Without `revealed` a row says nothing that was concluded: the system's own word for the state, no tone. `waits`: whom
+    each rank waits for, where the culprit cannot be told.
     """
-    at = standings(ranks) if revealed else {}
-    return tuple(_row(rank, at.get(rank.rank), rank.rank in at_fault and revealed, revealed, steady) for rank in ranks)
+    at, found = scene(ranks).at if revealed else {}, []
+    for rank in ranks:
+        row = _row(rank, at.get(rank.rank), rank.rank in at_fault and revealed, revealed, steady)
+        whom = (waits or {}).get(rank.rank, ()) if revealed else ()
+        found.append(replace(row, whom=whom) if row.waits or row.tone == "waiting" else row)
+    return tuple(found)
 
 
-def _row(rank: Rank, standing: Standing | None, at_fault: bool, revealed: bool, steady: bool) -> Row:
+def _row(rank: Rank, place: Place | None, at_fault: bool, revealed: bool, steady: bool) -> Row:
     still = stood_still(rank)
-    if still and standing:
-        return _standing_row(rank, standing, at_fault)
+    if still and place:
+        return _still_row(rank, place, at_fault)
     look, last = rank.look, rank.collective
     failure, alive = rank.failure, rank.exitcode is None
     seen = rank.at if look and (still or not steady) else None
-    place = failure.where if failure else seen
-    ended = rank.words if revealed and rank.words else plain_words(rank)
+    line = failure.where if failure else seen
+    ended = rank.words if revealed and rank.words else rank.plain_words
     state = (look.state if look else "running") if alive else ended
     waited = state.startswith("gave up waiting")
-    if waited and standing:
-        last = standing.collective
+    if waited and place:
+        last = place.collective
     return Row(
         rank.rank,
         state,
         tone=_tone(rank, at_fault) if revealed else "",
-        where=place.text if place else "",
+        where=line.text if line else "",
         collective=last.name if last and (still or waited or not steady) else "",
         waits=waited,
         message=failure.text if failure and not (revealed and _suffered(rank)) else "",
@@ -120,20 +132,20 @@ def _row(rank: Rank, standing: Standing | None, at_fault: bool, revealed: bool, 
     )
 
 
-def _standing_row(rank: Rank, standing: Standing, at_fault: bool) -> Row:
-    look, waits = rank.look, standing.kind == "waiting"
-    shown = standing.collective if waits else rank.collective
+def _still_row(rank: Rank, place: Place, at_fault: bool) -> Row:
+    look, waits = rank.look, place.kind == "waiting"
+    shown = place.collective if waits else rank.collective
     collective = shown.name if shown else ""
-    if waits and shown and shown.where and standing.place and shown.where.line != standing.place.line:
+    if waits and shown and shown.where and place.line and shown.where.line != place.line.line:
         collective += f", {shown.where.text}"
     silent_s = look.silent_s if look else None
     if waits and look and shown and not shown.done:
         silent_s = (look.at_ns - shown.at_ns) / 1e9
     return Row(
         rank.rank,
-        "waits for the disk" if standing.at_disk else _STATES[standing.kind],
-        tone="fault" if at_fault else "waiting" if standing.kind in ("waiting", "joining") else "",
-        where=standing.place.text if standing.place else "",
+        "waits for the disk" if place.at_disk else _STATES[place.kind],
+        tone="fault" if at_fault else "waiting" if place.kind in ("waiting", "joining") else "",
+        where=place.line.text if place.line else "",
         collective=collective,
         waits=waits,
         silent_s=silent_s,

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from ddpkit.runfolder import wire
+from ddpkit.runfolder.failures import LEAVES
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import shortened, stable
-from ddpkit.verdict.culprit import Culprit, Verdict
-from ddpkit.verdict.endings import LEAVES
+from ddpkit.verdict.finding import Culprit, Verdict
 
 from .pages import Page, Signature, pages
 

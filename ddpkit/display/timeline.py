@@ -16,7 +16,7 @@ from ddpkit.diagnosis.rows import Row, rows, stood_still
 from ddpkit.runfolder.calls import Collective
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
-from ddpkit.verdict.standing import BUSY_FROM, standing
+from ddpkit.verdict.places import BUSY_FROM, place_of
 
 from .picture import DPI, Picture
 
@@ -140,7 +140,7 @@ def _waits(rank: Rank, ranks: Sequence[Rank], joins: _Joins, end: int) -> Iterab
     if rank.joining:
         last = max(r.joining.at_ns for r in ranks if r.joining)
         # Where any rank has joined a collective, the group had come up.
-        in_vain = not joins and standing(rank).kind == "joining"
+        in_vain = not joins and place_of(rank).kind == "joining"
         yield _wait(rank.joining.at_ns, None if in_vain else last, end, "init_process_group")
     for collective in rank.collectives:
         last_join = _last_join(collective, ranks, joins)

@@ -20,7 +20,6 @@ from typing import Any
 from ddpkit.runfolder import wire
 
 from . import failure, messages, store_keys
-from .source import Loop, about_rank, choice, loops, may_return_before, may_swallow
 
 # The rest of a long record is read by nobody, and the frames of one entry take ten times the room of its numbers.
 MOST_PLACES = 64
@@ -138,7 +137,7 @@ def recorded(with_entries: bool) -> dict[str, Any]:
         entries = sorted(trace.get("entries", []), key=lambda entry: entry["record_id"])
         without_place = len(entries) - MOST_PLACES
         found["requested"], found["groups"] = messages.requested(), list(_members.values())
-        found["groups_made"], found["groups_asked"] = _groups_made(), _groups_asked
+        found["groups_asked"] = _groups_asked
         found["exchanged"] = [{**one, "where": _place([line] if line else [])} for one, line in messages.exchanged()]
         found["keyed"] = [{**one, "where": _place([line])} for one, line in store_keys.called()]
         found["set_beside"] = [{**one, "where": _place([line])} for one, line in store_keys.set_beside()]
@@ -181,9 +180,7 @@ def _entry(
         "root": call.root if call else None,
         "brings": call.brings if call else None,
         "reduces": call.reduces if call else "",
-        "raising": call is not None and call.raising,
         "over_ns": call.over_ns if call else 0,
-        "in_thread": any(f["name"] == "_bootstrap" and "threading" in f["filename"] for f in entry["frames"]),
         # What is scattered is of one rank, and comes to all.
         "sizes": entry["output_sizes" if op == "scatter" else "input_sizes"],
         "dtypes": entry["output_dtypes" if op == "scatter" else "input_dtypes"],
@@ -192,27 +189,13 @@ def _entry(
         # "completed" before they are retired.
         "done": entry["retired"] or entry["state"] == "completed" or came_back,
         "where": _place(entry["frames"]) if placed else None,
-        **(_under(entry["frames"]) if placed else {}),
+        "path": _path(entry["frames"]) if placed else [],
     }
 
 
-def _under(frames: list[dict[str, Any]]) -> dict[str, Any]:
-    """The way to this collective by its lines; the innermost `if` about the rank that led there, and all loops, in any function
-    on the way; of these, those that come to it in every turn, and of these, those that have as many turns as there is something
-    to go through; none where an exception may be swallowed on the way."""
-    own = [(f["filename"], f["line"]) for f in frames if failure.is_users_own(f["filename"])]
-    around: list[Loop] = []
-    surely, to_the_end = True, not any(may_swallow(*line) for line in own)
-    for line in own:
-        around += [loop._replace(always=surely and loop.always) for loop in loops(*line)]
-        surely = surely and not choice(*line) and not may_return_before(*line)
-    return {
-        "path": [f"{file}:{line}" for file, line in own],
-        "only_if": next(filter(None, (about_rank(*line) for line in own)), ""),
-        "loops": [loop.at for loop in around],
-        "every_turn": [loop.at for loop in around if loop.always],
-        "to_the_end": [loop.at for loop in around if to_the_end and loop.always and loop.to_the_end],
-    }
+def _path(frames: list[dict[str, Any]]) -> list[str]:
+    """The user's own lines on the way to a collective as `file:line`, the innermost first."""
+    return [f"{each['filename']}:{each['line']}" for each in frames if failure.is_users_own(each["filename"])]
 
 
 def _place(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -223,12 +206,6 @@ def _place(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
             source = linecache.getline(file, line).strip()
             return {"file": file, "line": line, "function": frame["name"], "source": source, "own": True}
     return None
-
-
-def _groups_made() -> int:
-    """How many process groups this rank has begun to make: torch names the next one after it."""
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    return getattr(getattr(c10d, "_world", None), "group_count", 0)
 
 
 def remember_groups() -> None:

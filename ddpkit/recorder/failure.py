@@ -129,7 +129,6 @@ def described(error: BaseException) -> dict[str, Any]:
         "traceback": _printed(whole)[-40_000:],
         "frames": frames,
         "where": _innermost_own(frames) or (frames[-1] if frames else _syntax_error_place(error)),
-        "errno": getattr(error, "errno", None),
         "nan_in": _nan_in(trimmed(error.__traceback__)),
         # What the ranks found out together names those at fault; the others raise it too, as a consequence.
         "at_fault": list(getattr(error, "at_fault", ())),

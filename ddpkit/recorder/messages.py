@@ -31,17 +31,15 @@ _requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 @dataclass
 class Called:
-    """A call of a collective from or to rank `root`, or of a single number of this rank's, `brings`; `reduces` is what is made of
-    all numbers ("SUM", "MAX", ...; "" where they are only passed on, "object" where objects are); `raising`: an exception was
-    on its way; `async_op`: it does not wait for its end. When it began and was over, 0 while it is not; `waited`: until the
-    collective had ended or failed (of NCCL's, only its stream waits)."""
+    """A call of a collective from or to rank `root`, with `brings`, this rank's number; `reduces`: what is made of all numbers,
+    as in `Collective`. `async_op`: it does not wait for its end. When it began and was over, 0 while it is not; `waited`:
+    until the collective had ended or failed (of NCCL's, only its stream waits)."""
 
     began_ns: int
     op: str
     root: int | None
     brings: float | None
     reduces: str
-    raising: bool
     async_op: bool
     over_ns: int = 0
     waited: bool = False
@@ -68,8 +66,7 @@ def begin_exchange(op: str, asked: Mapping[str, Any]) -> dict[str, Any] | None:
     line = (
         {"filename": frame.f_code.co_filename, "line": frame.f_lineno, "name": frame.f_code.co_name} if frame else None
     )
-    nbytes = getattr(asked.get("tensor"), "nbytes", 0)
-    record = {"at_ns": time.time_ns(), "op": op, "bytes": nbytes, "peer": under_way_with, "tag": asked.get("tag", 0)}
+    record = {"at_ns": time.time_ns(), "op": op, "peer": under_way_with, "tag": asked.get("tag", 0)}
     _exchanged.append((record, line))
     return record
 
@@ -83,8 +80,6 @@ def end_exchange(record: dict[str, Any] | None, given: Any, outer: int | None) -
     with contextlib.suppress(TypeError):
         if under_way_with is not None and hasattr(given, "is_completed"):
             _requests[given] = under_way_with
-            if record:
-                weakref.finalize(given, record.update, freed=True).atexit = False
     _count, under_way_with = _count + 1, outer
 
 
@@ -106,12 +101,11 @@ def requested() -> list[int]:
     return sorted(begun)
 
 
-def begin_call(op: str, asked: Mapping[str, Any], raising: bool) -> Called:
-    """A call of a collective begins, `raising` while an exception is on its way; `asked` are those of its arguments that are
-    named in `ASKED`. To be ended by its `end()`."""
+def begin_call(op: str, asked: Mapping[str, Any]) -> Called:
+    """A call of a collective begins; `asked` are those of its arguments that are named in `ASKED`. To be ended by its `end()`."""
     reduces = getattr(asked.get("op"), "name", "SUM") if op == "all_reduce" else "object" if op in OF_OBJECTS else ""
     async_op = bool(asked.get("async_op"))
-    call = Called(time.time_ns(), op, _other_rank(asked), number_of(op, asked), reduces, raising, async_op)
+    call = Called(time.time_ns(), op, _other_rank(asked), number_of(op, asked), reduces, async_op)
     _called.append(call)
     return call
 

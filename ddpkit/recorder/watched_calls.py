@@ -145,7 +145,7 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
         in_flight = sys.exc_info()[1]
         failure.stamp(in_flight, lets_go=op in _FOR_ALL)
         given = {**kwargs, **{name: args[place] for place, name in asked if place < len(args)}}
-        under_way = messages.begin_call(op, given, raising=in_flight is not None)
+        under_way = messages.begin_call(op, given)
         try:
             returned = call(*args, **kwargs)
         except BaseException as error:

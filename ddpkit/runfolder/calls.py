@@ -22,24 +22,16 @@ _WATCHDOG = re.compile(
 
 @dataclass(frozen=True, repr=False)
 class Collective:
-    """One collective that a rank joined: the `seq`-th of its process group, counted from 1; or a send or receive, the `seq`-th
-    of its rank, of no group and with the other rank as `ranks`.
+    """One call of torch.distributed that a rank made: a collective, a send or receive, or a call of a store.
 
-    `ranks` are the global ranks of the group (empty where torch does not tell), `at_ns` the wall clock when this rank
-    joined, `done` whether it had come back when the record was taken, `where` the user's line that it came from, `only_if`
-    the `if` about the rank on the way there ("" where there is none), `loops` the loops around it, the innermost first,
-    `every_turn` those of them that come to it in every turn, and `to_the_end` those of these that end only as the batches
-    do that they go through. `backend` is "gloo" or "nccl", "" where that is not known.
-
-    `message_bytes` is the length of a send or receive, and `tag` its tag; `freed`: it went on by itself, and the program does not
-    have its handle any more. `root` is the rank from or to which a collective is;
-    None where there is none, or it was not kept. `brings` is the number that this rank had for it, or the sum of those (None
-    where it had too many, or it was not kept; of an "object" 1 or a text's checksum where that tells of anything, else 0),
-    `reduces` what is made of the ranks' numbers: "SUM", "MAX" and so on, "" where they are only passed on.
-    `raising`: it was called while an exception was on its way, in a `finally` say; `in_thread`: by a thread beside the main one.
-    `path` are the lines of the user's own functions on the way to it as `file:line`, the innermost first.
-    `over_ns`: when the call was over, for the program at least; 0 where it was not, or that was not kept.
-    `setup` counts how often the group had been set up anew, by another `init_process_group`: its numbers then start again.
+    A collective is the `seq`-th of its process group, counted from 1; `ranks` are the global ranks of the group (empty
+    where torch does not tell), and `setup` counts how often the group had been set up anew. A send or receive is the
+    `seq`-th of its rank, of no group and with the other rank as `ranks`. `at_ns`: the wall clock when it began; `over_ns`:
+    when it had come back, 0 where it had not or that was not kept; `done`: whether the recorder says so. `where`: the user's
+    line; `path`: the user's lines on the way to it as `file:line`, the innermost first. `backend`: gloo, nccl or "".
+    `root`: the rank from or to which it is. `brings`: the number that this rank had for it, or the sum of its numbers, or the
+    checksum of an object; None where that was not kept. `reduces`: what is made of the ranks' numbers, SUM and so on, "object",
+    or "" where they are only passed on.
     """
 
     seq: int
@@ -52,21 +44,13 @@ class Collective:
     at_ns: int
     done: bool
     where: Frame | None
-    only_if: str = ""
-    loops: tuple[str, ...] = ()
-    every_turn: tuple[str, ...] = ()
-    to_the_end: tuple[str, ...] = ()
-    message_bytes: int = 0
     setup: int = 0
     backend: str = ""
     root: int | None = None
     brings: float | None = None
     reduces: str = ""
-    raising: bool = False
-    in_thread: bool = False
     over_ns: int = 0
     tag: int = 0
-    freed: bool = False
     path: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -81,7 +65,10 @@ class Collective:
     def name(self) -> str:
         """`all_reduce #9`, with the group's name where it is not the default one; `send with rank 2`."""
         if self.is_exchange:
-            return f"{self.op} with rank {self.ranks[0]}" if self.ranks else f"{self.op} with any rank"
+            with_whom = f"rank {self.ranks[0]}" if self.ranks else "any rank"
+            return f"{self.op} with {with_whom}{f' (tag {self.tag})' if self.tag else ''}"
+        if self.group == "store":
+            return f"store.{self.op}"
         group = "" if self.group_name in ("default_pg", "") else f" of group {self.group}"
         anew = " after init_process_group was called again" if self.setup else ""
         return f"{self.op} #{self.seq}{group}{anew}"
@@ -165,9 +152,7 @@ def _calls(path: Path, name: str, group: str) -> tuple[Collective, ...]:
             at_ns=entry["at_ns"],
             done=True,
             where=Frame(**entry["where"]) if entry["where"] else None,
-            message_bytes=entry.get("bytes", 0),
             tag=entry.get("tag", 0),
-            freed=entry.get("freed", False),
         )
         for number, entry in enumerate(record.get(name, []), 1)
     )
@@ -202,16 +187,10 @@ def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
         at_ns=entry["at_ns"],
         done=entry["done"],
         where=Frame(**where) if where else None,
-        only_if=entry.get("only_if", ""),
-        loops=tuple(entry.get("loops", ())),
-        every_turn=tuple(entry.get("every_turn", ())),
-        to_the_end=tuple(entry.get("to_the_end", ())),
         backend=entry.get("backend", ""),
         root=entry.get("root"),
         brings=entry.get("brings"),
         reduces=entry.get("reduces", ""),
-        raising=entry.get("raising", False),
-        in_thread=entry.get("in_thread", False),
         over_ns=entry.get("over_ns", 0),
         path=tuple(entry.get("path", ())),
     )

@@ -38,7 +38,6 @@ class Failure:
     frames: tuple[Frame, ...] = ()
     where: Frame | None = None
     chain: tuple[tuple[str, str], ...] = ()
-    errno: int | None = None
     at_fault: tuple[int, ...] = ()
     by_thread: bool = False
     let_go: bool = False
@@ -75,7 +74,6 @@ def _written_down(record: dict[str, Any]) -> Failure:
         where=Frame(**where) if where else None,
         chain=tuple((c["type"], c["message"]) for c in record["chain"]),
         at_fault=tuple(record.get("at_fault", ())),
-        errno=record.get("errno"),
         by_thread=record.get("by_thread", False),
         let_go=record.get("let_go", False),
         nan_in=tuple(record.get("nan_in", ())),

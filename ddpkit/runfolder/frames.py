@@ -6,7 +6,7 @@ import itertools
 import linecache
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,15 @@ _NOT_OWN = (
 _ALIGNED = re.compile(r"\s{3,}(?=#)")
 _FOR_A_THREAD = re.compile(r"(threading|queue|futures[/\\]\w+)\.py$")
 _FOR_ITS_END = ("join", "result", "shutdown")
+BACKWARD = "_engine_run_backward"
+_IN_DISTRIBUTED = re.compile(r"torch.distributed.(distributed_c10d|nn|_functional_collectives)")
+# What only asks the process group about itself, as a loader does, waits for nobody.
+_ASKS = re.compile(r"(^|\.)(_?(is|get)_\w+|default_pg|WORLD)$")
+_JOINING = re.compile(r"\b(init_process_group|rendezvous|_store_based_barrier|_create_c10d_store)\b")
+# A loader without workers has other functions: there the rank itself reads.
+_IN_LOADER = re.compile(
+    r"torch.utils.data.dataloader\.py (\w+\.)*(_(try_)?get_data|_shutdown_workers)$|_MultiProcessingDataLoaderIter\."
+)
 _TRAINS = re.compile(r"torch.distributed.|_engine_run_backward")
 
 
@@ -123,3 +132,39 @@ def _source_line(file: str, line: int, cells: dict[str, str]) -> str:
     linecache.checkcache(file)
     lines = cells[file].splitlines() if file in cells else linecache.getlines(file)
     return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+
+# What the frames of a stack say, innermost first down to the user's own line, or all of them.
+
+
+def is_in(frames: Iterable[Frame], function: str) -> bool:
+    """Whether a function of that name is among these frames."""
+    return any(frame.function == function for frame in frames)
+
+
+def is_pairwise(frames: Iterable[Frame]) -> bool:
+    """Whether these frames wait in a blocking send or receive."""
+    return any(frame.function in ("send", "recv") and _IN_DISTRIBUTED.search(frame.file) for frame in frames)
+
+
+def calls_torch_distributed(frames: Iterable[Frame]) -> bool:
+    """Whether these frames wait in torch.distributed, rather than only ask the process group about itself."""
+    return any(_IN_DISTRIBUTED.search(frame.file) and not _ASKS.search(frame.function) for frame in frames)
+
+
+def is_in_loader(frames: Iterable[Frame]) -> bool:
+    """Whether these frames wait for a DataLoader's worker."""
+    return any(_IN_LOADER.search(f"{frame.file} {frame.function}") for frame in frames)
+
+
+def is_joining(frames: Sequence[Frame], once_more: bool) -> bool:
+    """Whether these frames wait for the process group to come up, for the first time or `once_more`."""
+    if once_more:
+        return is_in(frames, "init_process_group")
+    return not frames or any(_JOINING.search(frame.function) for frame in frames)
+
+
+def ends_in_torch(frames: Sequence[Frame]) -> bool:
+    """Whether a traceback, outermost first, ends in torch.distributed or in a backward below the user's line."""
+    inner = list(itertools.takewhile(lambda frame: not frame.own, reversed(frames)))
+    return is_in(inner, BACKWARD) or any(_IN_DISTRIBUTED.search(frame.file) for frame in inner)

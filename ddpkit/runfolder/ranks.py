@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,9 @@ from .failures import LEAVES, Failure, read_failure
 from .frames import Frame, stack_frames
 from .stable import shortened, stable
 
+# What a program catches every day and goes on.
+_ORDINARY = ("StopIteration", "KeyError", "Empty")
+
 
 @dataclass(frozen=True)
 class Look:
@@ -30,10 +34,8 @@ class Look:
     `state` is the system's word (running, sleeping, stopped, ...), `busy` the share of a core it used lately, `gpu_busy`
     that of its GPU (None without one), `silent_s` the seconds since its last progress. `workers` are the stacks of its
     DataLoader workers by pid, `dead_workers` and `stopped_workers` how many have died and how many are stopped; `peer` is the
-    rank that a blocking send or receive waits for, `root` the rank that it takes for the source or destination of the
-    collective it is in. `inside` are the C++ functions in which it sleeps with the GIL, innermost first. `locked_by` is the
-    rank that holds the lock on a file for which it waits; `polls`, whether it sleeps in a loop that looks at something;
-    `loops` are those around its own lines, as `file:line`; `ahead` the sends and receives below them in their functions.
+    rank that a blocking send or receive waits for. `inside` are the C++ functions in which it sleeps with the GIL, innermost
+    first. `locked_by` is the rank that holds the lock on a file for which it waits.
     """
 
     at_ns: int
@@ -45,15 +47,10 @@ class Look:
     workers: tuple[tuple[int, str], ...]
     gpu_busy: float | None = None
     peer: int | None = None
-    root: int | None = None
-    group_root: int | None = None
     dead_workers: int = 0
     stopped_workers: int = 0
     inside: tuple[str, ...] = ()
     locked_by: int | None = None
-    polls: bool = False
-    loops: tuple[str, ...] = ()
-    ahead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,10 +151,19 @@ class Rank:
         return stack_frames(self.stack, sources(self.folder.parents[2]))
 
     @property
+    def frames(self) -> Sequence[Frame]:
+        """The frames that it is in, or failed in, the outermost first."""
+        return self.failure.frames if self.failure else self.stack_frames[::-1]
+
+    @property
     def own_frames(self) -> list[Frame]:
-        """The user's own lines that it is in, or failed in, the outermost first."""
-        frames = self.failure.frames if self.failure else reversed(self.stack_frames)
-        return [frame for frame in frames if frame.own]
+        """The user's own of `frames`."""
+        return [frame for frame in self.frames if frame.own]
+
+    @property
+    def path(self) -> list[str]:
+        """The user's own lines that it is in as `file:line`, the innermost first."""
+        return [f"{frame.file}:{frame.line}" for frame in reversed(self.own_frames)]
 
     @property
     def at(self) -> Frame | None:
@@ -170,9 +176,10 @@ class Rank:
         record = wire.read_record(self.folder / wire.LOOK)
         if record is None:
             return None
+        # A run folder may be an older ddpkit's, which wrote down more.
+        known = {name: record[name] for name in Look.__dataclass_fields__ if name in record}
         workers = tuple((pid, stack) for pid, stack in record["workers"])
-        several = {name: tuple(record.get(name, ())) for name in ("inside", "loops", "ahead")}
-        return Look(**{**record, "workers": workers, **several})
+        return Look(**{**known, "workers": workers, "inside": tuple(record.get("inside", ()))})
 
     @cached_property
     def joining(self) -> Joining | None:
@@ -240,11 +247,6 @@ class Rank:
         return tuple(map(tuple, (wire.read_record(self._collectives_path) or {}).get("groups", ())))
 
     @cached_property
-    def groups_made(self) -> int:
-        """How many process groups this rank has begun to make, the default one included; recorded with `collectives`."""
-        return int((wire.read_record(self._collectives_path) or {}).get("groups_made", 0))
-
-    @cached_property
     def groups_asked(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that this one named for each new process group, () for all; recorded with `collectives`."""
         asked = (wire.read_record(self._collectives_path) or {}).get("groups_asked", ())
@@ -279,11 +281,13 @@ class Rank:
 
     @cached_property
     def handling(self) -> str:
-        """`ValueError: boom (line 7: raise ValueError("boom"))`: what it handled when it was looked at; "" where nothing that
-        matters, or where that is not known."""
-        record = wire.read_record(self.folder / wire.COLLECTIVES_ASKED) if self.failure is None else None
-        handled = (record or {}).get("handling")
-        if not handled or handled["type"] in ("StopIteration", "Empty"):
+        """`ValueError: boom (line 7: raise ValueError("boom"))`: the exception that it was handling when it was looked at, or
+        when it failed of another one, the first of a chain; "" where nothing that matters, or where that is not known."""
+        if self.failure is not None:
+            chain = [f"{kind}: {text}" for kind, text in self.failure.chain if kind not in _ORDINARY]
+            return shortened(stable(chain[-1])) if chain else ""
+        handled = (wire.read_record(self.folder / wire.COLLECTIVES_ASKED) or {}).get("handling")
+        if not handled or handled["type"] in _ORDINARY:
             return ""
         said = f"{handled['type']}: {shortened(stable(handled['message']))}".rstrip(": ")
         return f"{said} ({Frame(**handled['where']).text})" if handled["where"] else said
@@ -392,8 +396,10 @@ def log_folder(folder: Path, attempt: int, local_rank: int) -> Path | None:
 
 
 def sources(folder: Path) -> dict[str, str]:
-    """The texts that the job ran, by file name as tracebacks give it: its script, or the cells that its function came from."""
+    """The texts that the job ran, by file name as tracebacks give it: its script, or the cells that its function came from,
+    and the user's own modules where collectives were called."""
     spec = wire.read_record(folder / wire.JOB) or {}
     script, program = spec.get("script", ""), spec.get("program", "")
     own = {program: wire.read_text(folder / script)} if script and program else {}
+    own |= wire.read_record(folder / wire.SOURCES) or {}
     return own | (wire.read_record(folder / wire.CALL_CONTEXT) or {}).get("sources", {})

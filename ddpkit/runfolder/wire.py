@@ -52,6 +52,8 @@ BALLAST = "ballast"
 FUNCTION_SCRIPT = "call_function.py"
 CALL = "call.pkl"
 CALL_CONTEXT = "call.json"
+# The texts of the user's own modules, by file name.
+SOURCES = "sources.json"
 
 # What a student has done, beside the runs.
 EXERCISES = "exercises.json"

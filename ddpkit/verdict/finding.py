@@ -1,48 +1,57 @@
-"""What the evidence says about who is at fault: the ranks, a sentence, and a kind; and the words for several ranks."""
+"""What a rule finds: the ranks at fault and the facts for its sentence, which `words.py` makes."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
-# Which ranks left the common way, and how.
-Odd = tuple[tuple[int, ...], str]
+from ddpkit.runfolder.calls import Collective
+from ddpkit.runfolder.ranks import Rank
+
+from .ends import End
+from .waits import Scene
+
+Culprit = int | tuple[int, ...] | Literal["every rank"] | None
+
+
+def numbers_of(ranks: Iterable[Rank]) -> tuple[int, ...]:
+    """The numbers of some ranks, in order."""
+    return tuple(sorted(rank.rank for rank in ranks))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Who holds the job up: ranks, empty where the evidence does not say. `kind` is one of the verdict's kinds."""
+    """What a rule of docs/verdict.md found.
+
+    `ranks`: who is at fault, () where that cannot be told; `rule`: the rule that decided; `kind`: what the failure is, one
+    of `pages.KINDS`. The facts for the sentence: `now`, where everybody was; `calls`, the calls that differ, by rank;
+    `others`, ranks that are no culprits; `detail`, anything else.
+    """
 
     ranks: tuple[int, ...]
+    rule: str
+    kind: str
+    now: Scene | None = None
+    calls: Mapping[int, Collective] = field(default_factory=dict)
+    others: tuple[int, ...] = ()
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is at fault. `culprit`: a rank, several, "every rank", or None where nobody is or none can be told.
+
+    `sentence` says it ("" for a job that passed). `kind` is one of `pages.KINDS`, `rule` the rule that decided; `certain`
+    is False where ranks had to be compared (question 3). By rank: `ends`, how it ended; `roles`: passed, culprit, own
+    (failed by itself, but not the first), consequence or unknown; `waits`, whom it waits for if the culprit cannot be told.
+    """
+
+    culprit: Culprit
     sentence: str
     kind: str
-
-
-def undecided(opening: str, kind: str) -> Finding:
-    """Ranks are at odds, and nothing says which of them is right."""
-    return Finding((), f"{opening} Which of them is wrong cannot be told from this.", kind)
-
-
-def against_most(by_rank: Mapping[int, object], opening: str, kind: str, whom: str = "the others") -> Finding:
-    """The ranks that have something else than most have; undecided where no one thing is had by most, but all of three ranks or
-    more where no two have the same."""
-    (usual, most), *rest = Counter(by_rank.values()).most_common()
-    if most == 1 and len(by_rank) > 2:
-        return Finding(tuple(sorted(by_rank)), f"{opening} No two of the ranks agree.", kind)
-    if rest and rest[0][1] == most:
-        return undecided(opening, kind)
-    odd = tuple(sorted(rank for rank, has in by_rank.items() if has != usual))
-    return Finding(odd, f"{opening} {ranks_said(odd)} {verb(odd, 'differs', 'differ')} from {whom}.", kind)
-
-
-def ranks_said(numbers: Sequence[int]) -> str:
-    """`Rank 1`, or `Ranks 0, 1 and 3`."""
-    if len(numbers) == 1:
-        return f"Rank {numbers[0]}"
-    return "Ranks " + ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
-
-
-def verb(who: Sequence[object] | Mapping[int, object], one: str, more: str) -> str:
-    """`one` where it is one rank, else `more`."""
-    return one if len(who) == 1 else more
+    rule: str = ""
+    certain: bool = True
+    ends: Mapping[int, End] = field(default_factory=dict)
+    roles: Mapping[int, str] = field(default_factory=dict)
+    waits: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

@@ -25,10 +25,10 @@ import psutil
 from ddpkit.machine import devices
 from ddpkit.processes.agent import handles, signal_rank
 from ddpkit.runfolder import wire
-from ddpkit.runfolder.frames import stack_frames, with_sources
+from ddpkit.runfolder.frames import with_sources
 from ddpkit.runfolder.ranks import Rank, sources
 
-from . import program_text
+from . import file_locks
 
 WITHIN_S = 1.2
 # Who lets go of the GIL answers in a moment; on a full machine in seconds.
@@ -40,9 +40,6 @@ MOST_WORKERS = 8
 # Functions of torch.distributed by their argument for the other rank, and for the one rank of a collective that differs.
 _COLLECTIVES = "distributed_c10d.py"
 _PEERS = {"send": "dst", "recv": "src"}
-_ROOTS = dict.fromkeys(("broadcast", "broadcast_object_list", "scatter", "scatter_object_list"), "src")
-_ROOTS |= dict.fromkeys(("reduce", "gather", "gather_object"), "dst")
-_GROUP_ROOTS = {function: f"group_{argument}" for function, argument in _ROOTS.items()}
 _IN_LOADER = f"torch{os.sep}utils{os.sep}data{os.sep}dataloader.py"
 
 
@@ -67,7 +64,7 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
         path = rank.folder / wire.STACK
         _write(path, with_sources(wire.read_text(path), sources(rank.folder.parents[2])))
     on_gpu = devices.device_busy([rank.pid or 0 for rank in living])
-    locked_by, rank_of = program_text.locked_by(spied), {rank.pid: rank.rank for rank in living}
+    locked_by, rank_of = file_locks.locked_by(spied), {rank.pid: rank.rank for rank in living}
     for rank in living:
         children = [_state(child) for child in _children_in_a_loader(rank)]
         record = {
@@ -79,14 +76,11 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
             "silent_s": round(silent_s.get(rank.rank, 0.0), 1),
             "rss_mib": _rss_mib(rank.pid or 0),
             "workers": list(_workers_of(rank).items()),
-            "peer": _named_in(spied.get(rank.pid or 0, []), _PEERS),
-            "root": _named_in(spied.get(rank.pid or 0, []), _ROOTS),
-            "group_root": _named_in(spied.get(rank.pid or 0, []), _GROUP_ROOTS),
+            "peer": _peer(spied.get(rank.pid or 0, [])),
             "inside": _inside(rank.pid or 0) if _sleeps_with_the_gil(rank, spied, states) else [],
             "dead_workers": children.count(psutil.STATUS_ZOMBIE),
             "stopped_workers": children.count(psutil.STATUS_STOPPED),
             "locked_by": rank_of.get(locked_by.get(rank.pid or 0)),
-            **_around(rank),
         }
         with contextlib.suppress(OSError):
             wire.write_record(rank.folder / wire.LOOK, record)
@@ -182,23 +176,6 @@ def _inside(pid: int) -> list[str]:
     return [name for frame in called if not (name := re.split("[(<]", frame["name"])[0]).startswith("0x")]
 
 
-def _around(rank: Rank) -> dict[str, Any]:
-    """Whether the rank's own line looks at something again and again, and sleeps in between; the loops it is in; the sends and
-    receives that its functions still have before them."""
-    cells = sources(rank.folder.parents[2])
-    own = [frame for frame in stack_frames(wire.read_text(rank.folder / wire.STACK), cells) if frame.own]
-    programs = [(cells.get(frame.file) or wire.read_text(Path(frame.file)), frame) for frame in own]
-    return {
-        "polls": any(program_text.polls(source, frame.line) for source, frame in programs[:1]),
-        "loops": [
-            f"{frame.file}:{line}" for source, frame in programs for line in program_text.loops(source, frame.line)
-        ],
-        "ahead": sorted(
-            {call for source, frame in programs for call in program_text.exchanges_ahead(source, frame.line)}
-        ),
-    }
-
-
 def _spy() -> list[str]:
     return [shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))]
 
@@ -228,15 +205,14 @@ def spied_threads(pids: Sequence[int]) -> dict[int, list[Thread]]:
     return found
 
 
-def _named_in(threads: Sequence[Thread], arguments: Mapping[str, str]) -> int | None:
-    """The rank that a function of torch.distributed was called with, as the argument that `arguments` has for it; None where
-    none of them runs, or where it takes whoever comes."""
+def _peer(threads: Sequence[Thread]) -> int | None:
+    """The rank for which a blocking send or receive waits; None where none runs, or where it takes whoever comes."""
     for thread in threads:
-        inside = [f for f in thread["frames"] if f["name"] in arguments and Path(f["filename"]).name == _COLLECTIVES]
+        inside = [f for f in thread["frames"] if f["name"] in _PEERS and Path(f["filename"]).name == _COLLECTIVES]
         if inside:
             called = inside[-1]
             known = {local["name"]: str(local["repr"]) for local in called["locals"] or ()}
-            named = known.get(arguments[called["name"]], "")
+            named = known.get(_PEERS[called["name"]], "")
             return int(named) if named.isdigit() else None
     return None
 

@@ -16,11 +16,14 @@ from ddpkit.machine import devices
 from ddpkit.processes.agent import Job
 from ddpkit.run import Run
 from ddpkit.runfolder import wire
+from ddpkit.runfolder.account import Ending
+from ddpkit.runfolder.program import keep_texts
 from ddpkit.runfolder.ranks import Rank, read_attempts
-from ddpkit.verdict.endings import classify, plain_words
+from ddpkit.verdict.ends import own_end
 from ddpkit.verdict.finding import Finding
-from ddpkit.verdict.standing import BUSY_FROM
-from ddpkit.verdict.standstill import find
+from ddpkit.verdict.judge import standstill
+from ddpkit.verdict.places import BUSY_FROM
+from ddpkit.verdict.words import sentence
 
 from .log_cap import LogCap
 from .look import look, withdraw
@@ -78,6 +81,7 @@ class Watcher:
         finally:
             self._note_full_disk()
             with contextlib.suppress(Exception):
+                keep_texts(self.run.folder, [rank for attempt in read_attempts(self.run.folder) for rank in attempt])
                 withdraw([r for attempt in read_attempts(self.run.folder) for r in attempt if r.exitcode == 0])
             self.job.finish()
             with contextlib.suppress(Exception):
@@ -136,8 +140,8 @@ class Watcher:
             seen, revealed = attempts[-1] if attempts else (), self.run.revealed
             looked_ns = max((rank.look.at_ns for rank in seen if rank.look), default=time.time_ns())
             at_s = elapsed - (time.time_ns() - looked_ns) / 1e9
-            sentence = found.sentence if revealed else ""
-            self._still, self._still_exits = Standstill(sentence, rows(seen, found.ranks, revealed), at_s), exits
+            said = sentence(found, seen, Ending()) if revealed else ""
+            self._still, self._still_exits = Standstill(said, rows(seen, found.ranks, revealed), at_s), exits
 
     def _states(self, ranks: Sequence[Rank]) -> tuple[RankNow, ...]:
         found = {row.rank: row for row in self._still.rows} if self._still and self.run.revealed else {}
@@ -161,12 +165,12 @@ class Watcher:
             if self.limits.stall_s is not None and silent_s > self.limits.stall_s:
                 return "silent", f"silent for {silent_s:.0f} s"
             return "running", "running"
-        kind = classify(rank)
+        kind = own_end(rank)
         if not self.run.revealed and kind in ("peer_lost", "gave_up"):
-            return "failed", plain_words(rank)
+            return "failed", rank.plain_words
         words = {"peer_lost": "lost its peer", "gave_up": "gave up waiting", "told": "ended"}.get(kind)
         kinds = {"passed": "passed", "own": "failed", "told": "ended"}
-        return kinds.get(kind, "consequence"), words or plain_words(rank)
+        return kinds.get(kind, "consequence"), words or rank.plain_words
 
     # The limits.
 
@@ -219,8 +223,8 @@ class Watcher:
         busy = {rank.rank: self._progress.busy(rank) for rank in ranks}
         look(ranks, why, silent_s, busy)
         attempts = read_attempts(self.run.folder)
-        found = find(attempts[-1] if attempts else (), live=True)
-        return found or Finding((), "", "unknown")
+        keep_texts(self.run.folder, attempts[-1] if attempts else ())
+        return standstill(attempts[-1] if attempts else ())
 
     def _note_full_disk(self) -> None:
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from ddpkit.errors import LogError
 from ddpkit.run import Run
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.stable import shortened
-from ddpkit.verdict.culprit import Culprit
+from ddpkit.verdict.finding import Culprit
 
 from .causes import (
     BESIDE,

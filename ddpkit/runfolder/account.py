@@ -1,27 +1,38 @@
-"""Reads what a run folder says of its job: the ranks of each attempt, how the job ended, the verdict over it, and the notes."""
+"""What a run folder says of its job: the ranks of each attempt, how the job ended, and the notes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpkit.runfolder import wire
-from ddpkit.runfolder.ranks import Rank, read_attempts
-from ddpkit.runfolder.stable import shortened, stable
+from . import wire
+from .ranks import Rank, read_attempts
+from .stable import shortened, stable
 
-from .culprit import Verdict, judge
-from .endings import Ending
+
+@dataclass(frozen=True)
+class Ending:
+    """How the job ended.
+
+    `reason`: "" (by itself), "stopped", "timeout" or "stall"; `agent_signal`: the signal that killed the agent, if one did.
+    """
+
+    reason: str = ""
+    agent_exitcode: int | None = 0
+    agent_signal: str | None = None
+    agent_error: str = ""
+    timeout_s: float | None = None
+    stall_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Account:
-    """A job as recorded so far: the ranks of each attempt, how it ended, the verdict over the last attempt, and the notes."""
+    """A job as recorded so far: the ranks of each attempt, how it ended, and the notes."""
 
     attempts: tuple[tuple[Rank, ...], ...]
     ending: Ending
-    verdict: Verdict
     notes: tuple[str, ...]
 
     @property
@@ -44,17 +55,7 @@ def read_account(folder: Path, spec: Mapping[str, Any], end: Mapping[str, Any], 
         stall_s=spec.get("stall_s"),
     )
     notes = (*spec.get("notes", ()), *end.get("notes", ()), *_of_the_ranks(attempts), *_of_the_agent(agent))
-    return Account(attempts, ending, _verdict(attempts, ending), notes)
-
-
-def _verdict(attempts: Sequence[tuple[Rank, ...]], ending: Ending) -> Verdict:
-    verdict = judge(attempts[-1] if attempts else (), ending)
-    if len(attempts) > 1 and verdict.sentence:
-        # What follows a restart may be torch's own doing; why there was one is what the reader can mend.
-        began = judge(attempts[0], Ending(agent_exitcode=1)).sentence
-        if began != verdict.sentence:
-            verdict = replace(verdict, sentence=f"{verdict.sentence} Before, in attempt 1: {began}")
-    return verdict
+    return Account(attempts, ending, notes)
 
 
 def _of_the_ranks(attempts: Sequence[tuple[Rank, ...]]) -> list[str]:

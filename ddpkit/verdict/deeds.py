@@ -1,0 +1,112 @@
+"""What a rank did or does, in words: the phrases of which `words.py` makes sentences, and those of a rank's lane."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from ddpkit.runfolder.failures import LEAVES
+from ddpkit.runfolder.frames import Frame, stack_frames
+from ddpkit.runfolder.ranks import Rank
+from ddpkit.runfolder.stable import stable
+
+from .places import Place, peers
+
+_WORKERS_OWN = "_worker_loop"
+
+
+def ranks_said(numbers: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 0, 1 and 3`."""
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return "ranks " + ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
+
+
+def at(line: Frame | None) -> str:
+    """` at line 7: x.sum()`; "" where no line is known."""
+    return f" at {line.text}" if line else ""
+
+
+def in_brackets(line: Frame | None) -> str:
+    """` (line 7: x.sum())`; "" where no line is known."""
+    return f" ({line.text})" if line else ""
+
+
+def deed(rank: Rank) -> str:
+    """How a rank ended: `raised ValueError: boom (line 7: raise ValueError("boom"))`."""
+    failure = rank.failure
+    if failure is None:
+        return f"exited with code {rank.exitcode}" if (rank.exitcode or 0) > 0 else _killed(rank)
+    if rank.signal and failure.type == rank.signal:
+        return _killed(rank) + in_brackets(failure.where)
+    if failure.type in LEAVES:
+        handled = ": ".join(filter(None, failure.chain[0])).rstrip(".") if failure.chain else ""
+        beside = f", while it handled {stable(handled)}" if handled else ""
+        return f"left by {LEAVES[failure.type]}, {stable(failure.message).strip()}{in_brackets(failure.where)}{beside}"
+    return f"raised {failure.text.rstrip('.')}{in_brackets(failure.where)}"
+
+
+def common_deed(ranks: Sequence[Rank]) -> str:
+    """How several ranks ended, in the words of the lowest; said to be its own where the others' words differ."""
+    first = min(ranks, key=lambda rank: rank.rank)
+    failure = first.failure
+    if failure is None or len({rank.failure.text for rank in ranks if rank.failure}) == 1:
+        return deed(first)
+    if failure.type in LEAVES:
+        return f"left; rank {first.rank} {deed(first)}"
+    return f"raised {failure.type}; rank {first.rank} {deed(first)}"
+
+
+def _killed(rank: Rank) -> str:
+    if rank.oom:
+        return f"was killed by the kernel for want of memory ({stable(rank.oom)})"
+    if rank.signal == "SIGKILL":
+        return "was killed by SIGKILL, not sent by torchrun (by hand, or by the kernel for want of memory)"
+    if rank.finished_ns:
+        return f"was killed by {rank.signal} while Python shut down, after its script had ended"
+    return f"was killed by {rank.signal}"
+
+
+def doing(place: Place) -> str:
+    """What a rank does where it is: `waits in all_reduce #9 (line 12: ...)`, `sits at line 40: time.sleep(60)`."""
+    if place.kind == "waiting" and place.collective:
+        return f"waits in {place.collective.name}{in_brackets(place.line or place.collective.where)}"
+    if place.kind == "waiting":
+        return f"waits{_for_what(place)}{at(place.line)}"
+    return {
+        "left": f"left early with exit code 0{at(place.line)}",
+        "late": "came only after that",
+        "stopped": f"is stopped (SIGSTOP){at(place.line)}",
+        "joining": f"waits for the others to join{at(place.line)}",
+        "loading": f"waits for its DataLoader worker{at(place.line)}",
+        "busy": f"computes{at(place.line)}",
+        "idle": f"{'waits for the disk' if place.at_disk else 'sits'}{at(place.line)}",
+    }.get(place.kind, "is somewhere unknown")
+
+
+def _for_what(place: Place) -> str:
+    """` for the key "size/3" of the store`, ` for rank 0`; "" where that is not known."""
+    keys = place.rank.awaited
+    if keys:
+        return f" for the key{'s' if len(keys) > 1 else ''} " + ", ".join(f'"{key}"' for key in keys) + " of the store"
+    met = sorted(peers(place)) if place.pairwise else []
+    return f" for {ranks_said(met)}" if met else ""
+
+
+def helper(place: Place) -> str:
+    """What the loader's worker does for which a rank waits, or what the thread died of for which it may wait."""
+    look, died_of = place.rank.look, place.rank.thread_died_of
+    if place.kind == "idle" and died_of:
+        return f" A thread of it died of {died_of}."
+    if look is None or place.kind != "loading":
+        return ""
+    if look.dead_workers:
+        return " A worker of it has died."
+    for _pid, stack in look.workers:
+        # Further out are the rank's own frames, from before the worker was forked.
+        frames = itertools.takewhile(lambda frame: not frame.function.endswith(_WORKERS_OWN), stack_frames(stack, {}))
+        line = next((frame for frame in frames if frame.own), None)
+        if line:
+            stopped = "stopped (SIGSTOP) " if look.stopped_workers else ""
+            return f" Its worker is {stopped}in {line.function}, {line.text}."
+    return ""

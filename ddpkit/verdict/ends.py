@@ -1,0 +1,208 @@
+"""How each rank ended: by its own failure, or by what another rank did to it. Question 1 of docs/verdict.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from ddpkit.runfolder.calls import Collective
+from ddpkit.runfolder.failures import LEAVES, Failure
+from ddpkit.runfolder.frames import Frame, ends_in_torch
+from ddpkit.runfolder.ranks import Rank
+
+from .places import STILL_FROM_S, WAITS_FROM_S, place_of
+
+End = Literal["passed", "own", "parted", "peer_lost", "gave_up", "heard", "told", "unknown"]
+
+PEER_LOST = re.compile(
+    r"gloo/transport/.*(closed by peer|reset by peer|Broken pipe)"
+    r"|DistNetworkError: (Broken pipe|Connection reset by peer)"  # of a store
+    r"|Application timeout caused pair closure"
+    r"|ncclRemoteError|remote process exited or there was a network error"
+    r"|Connection was likely closed\. Did the remote server shutdown or crash"
+    r"|connectFullMesh failed.*Connection refused"
+    r"|setup: rank \d+ failed in its setup"  # ddpkit.rank.setup, of another rank
+    r"|Detected at least one rank that exhausted inputs\. Throwing across all ranks",
+    re.DOTALL,
+)
+GAVE_UP = re.compile(
+    r"Timed out waiting \d+ms for (recv|send) operation"
+    r"|RuntimeError: Operation timed out!"
+    r"|Watchdog caught collective operation timeout"
+    r"|wait timeout after \d+ms, keys"
+    r"|RuntimeError: Wait timeout$"  # of a store in a file
+    r"|DistStoreError: Socket Timeout$"  # of torch 2.4
+    r"|client socket has timed out"
+    r"|waiting for clients\. \d+/\d+ clients joined"
+    r"|failed to pass monitoredBarrier"
+)
+# Ranks joined different collectives; none of these texts says which of them is wrong.
+PARTED = re.compile(
+    r"op\.preamble\.length <= op\.nbytes"
+    r"|Detected mismatch between collectives on ranks"
+    r"|Error when verifying shape tensors for collective"
+    r"|appears not to match (sizes|strides) of the same param in process 0"
+    r"|DDP expects same model across all ranks"
+)
+# torch.distributed.checkpoint raises on every rank what it met on some; with `reduce_fun`, what came of them all together.
+FAILED_IN_CHECKPOINT = re.compile(r"^CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)(?!.*reduce_fun\()", re.DOTALL)
+# What a program raises on an innocent rank once the ranks have told each other that one has failed.
+_TELLS_OF_ANOTHER = re.compile(
+    r"\b((an)?other|a|some|\d+) (rank|process|worker|replica|peer)(s|es|\(s\))? (ha[sd] |have )?"
+    r"(failed|crashed|raised|aborted|died|reported)\b"
+    r"|\bpeer (rank )?(has )?failed\b"
+    r"|\b(failed|failure|error|exception) (on|in|of|from) (an)?other (rank|process|worker|replica|peer)",
+    re.IGNORECASE,
+)
+_LAST_WORDS = 4_000
+_NEED_ALL = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def ends(ranks: Sequence[Rank]) -> dict[int, End]:
+    """How each rank ended, by rank."""
+    found = {}
+    for rank in ranks:
+        found[rank.rank] = end_of(rank, ranks)
+    told = [r.rank for r in ranks if found[r.rank] == "own" and tells_of_another(r)]
+    if len(told) < len(ranks):
+        found |= dict.fromkeys(told, "heard")
+    return found
+
+
+def end_of(rank: Rank, ranks: Sequence[Rank]) -> End:
+    """How one rank ended, in the light of the others.
+
+    Example: rank 0 raises KeyError after an all_reduce that rank 1 never joined: "gave_up", not "own".
+    """
+    end = own_end(rank)
+    if end != "own":
+        return end
+    if ended_its_own_wait(rank, ranks):
+        return "gave_up"
+    loss = let_down(rank, ranks)
+    return loss[0] if loss else "own"
+
+
+def own_end(rank: Rank) -> End:
+    """How a rank ended by its own record alone."""
+    if rank.exitcode == 0:
+        return "passed"
+    if rank.failure and not (rank.told and rank.told_ns < rank.failure.at_ns):
+        return end_by(rank.failure, rank)
+    if rank.told:
+        return "told"
+    return "own" if rank.exitcode is not None else "unknown"
+
+
+def end_by(failure: Failure, rank: Rank) -> End:
+    """Whether a failure is the rank's own, or what another rank's end or silence did to it."""
+    if failure.at_fault and rank.rank not in failure.at_fault:
+        return "gave_up"
+    failed = FAILED_IN_CHECKPOINT.match(failure.message)
+    if failed and str(rank.rank) not in failed[1].split(", "):
+        return "peer_lost"
+    said = [f"{failure.type}: {failure.message}", *(f"{kind}: {message}" for kind, message in failure.chain)]
+    # A C++ thread that meets a closed connection aborts or crashes the process; its last words are on stderr.
+    last_words = rank.stderr[-_LAST_WORDS:] if failure.type in ("SIGABRT", "SIGSEGV") else ""
+    if any(map(PARTED.search, [*said, last_words])):
+        return "parted"
+    if failure.type == "SIGABRT":
+        said.append(last_words)
+    if any(map(PEER_LOST.search, said)):
+        return "peer_lost"
+    return "gave_up" if any(map(GAVE_UP.search, said)) else "own"
+
+
+def is_suffered(text: str) -> bool:
+    """Whether an exception's text tells of another rank's end or silence."""
+    return bool(PEER_LOST.search(text) or GAVE_UP.search(text) or PARTED.search(text))
+
+
+def tells_of_another(rank: Rank) -> bool:
+    """Whether a rank raised that another one had failed."""
+    return rank.failure is not None and bool(_TELLS_OF_ANOTHER.search(rank.failure.message))
+
+
+def failed_at(rank: Rank) -> int:
+    """When a rank failed, or ended, in nanoseconds of the wall clock."""
+    return rank.failure.at_ns if rank.failure else rank.ended_ns or 0
+
+
+def sent_by(rank: Rank, name: str, ranks: Sequence[Rank]) -> tuple[int, Frame | None] | None:
+    """The rank that sent this one a signal, with its line; None where no other rank did."""
+    for other in ranks:
+        if other is not rank and (rank.pid, name) in other.signals_sent:
+            return other.rank, other.signals_sent[rank.pid, name]
+    return None
+
+
+def ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
+    """Whether the program's own guard or alarm ended a rank inside a wait that others had not joined.
+
+    Example: rank 0 waits in all_reduce #4, and a watchdog thread of its program calls os.abort(): it gave up.
+    """
+    failure, here = rank.failure, place_of(rank)
+    if failure is None:
+        return False
+    by_alarm = failure.type in ("SIGALRM", "dump_traceback_later")
+    if not (failure.by_thread or by_alarm or failure.type in LEAVES or "Timeout" in failure.type):
+        return False
+    if here.pairwise:
+        return failure.by_thread and bool(rank.calls) and _waited_s(failure, rank.calls[-1]) >= STILL_FROM_S
+    if here.collective is None:
+        return by_alarm and ends_in_torch(failure.frames)
+    if _waited_s(failure, here.collective) < STILL_FROM_S:
+        return False
+    for other in members(here.collective, ranks):
+        theirs = other.joined(here.collective)
+        if theirs is None or not theirs.matches(here.collective):
+            return True
+    return False
+
+
+def members(call: Collective, ranks: Sequence[Rank]) -> list[Rank]:
+    """The ranks of the group in which a collective was called."""
+    found = []
+    for rank in ranks:
+        if not call.ranks or rank.rank in call.ranks:
+            found.append(rank)
+    return found
+
+
+def _waited_s(failure: Failure, call: Collective) -> float:
+    return (failure.at_ns - call.at_ns) / 1e9
+
+
+def let_down(rank: Rank, ranks: Sequence[Rank]) -> tuple[End, int] | None:
+    """How and when a rank came back from a collective that a member never joined; None if it did not.
+
+    Example: rank 0 catches the error of all_reduce #4, which rank 1 never joined, and raises KeyError later.
+    """
+    for call in rank.collectives:
+        if not call.op.startswith(_NEED_ALL):
+            continue
+        for other in members(call, ranks):
+            if other is rank or not other.goes_back_to(call):
+                continue
+            theirs = other.joined(call)
+            if came_back_without(call, theirs):
+                return "gave_up", call.over_ns
+            if theirs is None and _was_gone(other, call, rank):
+                return "peer_lost", call.over_ns
+    return None
+
+
+def came_back_without(call: Collective, theirs: Collective | None) -> bool:
+    """Whether a long wait was over before the other rank joined, or though it joined something else."""
+    if not call.over_ns or (call.over_ns - call.at_ns) / 1e9 < WAITS_FROM_S:
+        return False
+    return theirs is None or theirs.at_ns > call.over_ns or not theirs.matches(call)
+
+
+def _was_gone(other: Rank, call: Collective, rank: Rank) -> bool:
+    """Whether the other rank had ended by when this one came back from the collective, before its own failure."""
+    ended = failed_at(other)
+    if not ended or call.at_ns >= failed_at(rank) or ended >= failed_at(rank):
+        return False
+    return not call.over_ns or call.over_ns >= ended

@@ -1,0 +1,66 @@
+"""Every recorded job is judged: the verdict names the rank and the page that are true of it, or says it cannot be told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+import recording
+from jobs import FOLDER, Job, jobs, untrue
+
+import ddpkit
+
+# Rules that decide fewer jobs than this are cases, unless docs/verdict.md needs them as definitions.
+FEWEST = 3
+DEFINITIONS = {"monitored barrier", "debt", "lock", "told", "nobody waits"}
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folders of all jobs."""
+    folder = tmp_path_factory.mktemp("recorded")
+    for archive in FOLDER.glob(f"*{recording.SUFFIX}"):
+        recording.unpack(archive, folder / archive.name.removesuffix(recording.SUFFIX))
+    return folder
+
+
+@cache
+def judged(recorded: Path, job: Job) -> ddpkit.Run:
+    return ddpkit.Run.from_folder(recorded / job.family_folder / job.folder_name)
+
+
+@pytest.mark.parametrize("job", jobs(), ids=lambda job: job.name)
+def test_what_is_said_of_a_recorded_job_is_true(job: Job, recorded: Path) -> None:
+    run = judged(recorded, job)
+    assert untrue(job, run) == ""
+    if run.culprit is None and run.state != "passed":
+        assert "cannot be told" in str(run) or job.culprit == "nobody"
+
+
+def test_each_rule_decides_at_least_three_jobs(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decided: Counter[str] = Counter()
+    right: Counter[str] = Counter()
+    for job in jobs():
+        if job.family == "labs":
+            continue
+        run = judged(recorded, job)
+        decided[run.verdict.rule] += 1
+        named = list(run.culprit) if isinstance(run.culprit, tuple) else run.culprit
+        right[run.verdict.rule] += named == (None if job.culprit == "nobody" else job.culprit)
+    with capsys.disabled():
+        print(f"\n{'rule':18} decided  right")
+        for rule, count in decided.most_common():
+            print(f"{rule:18} {count:7} {right[rule]:6}")
+    few = {rule for rule, count in decided.items() if count < FEWEST}
+    assert few <= DEFINITIONS, f"too few jobs for a rule: {few - DEFINITIONS}"
+
+
+def test_enough_is_told_and_nobody_is_blamed_in_error(recorded: Path) -> None:
+    matrix = [job for job in jobs() if job.family not in ("labs", "parting")]
+    parting = [job for job in jobs() if job.family == "parting"]
+    assert len(matrix) >= 233
+    assert sum(not job.untold for job in matrix) >= 190
+    assert len(parting) >= 26
+    assert sum(not job.untold for job in parting) >= 22
