@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
+import recording
+from jobs import FOLDER
 
 import ddpkit
 from ddpkit.runfolder import wire
@@ -155,6 +157,15 @@ def script(home: Path) -> Callable[[str], str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folders of all jobs."""
+    folder = tmp_path_factory.mktemp("recorded")
+    for archive in FOLDER.glob(f"*{recording.SUFFIX}"):
+        recording.unpack(archive, folder / archive.name.removesuffix(recording.SUFFIX))
+    return folder
 
 
 @pytest.fixture

@@ -38,13 +38,13 @@ for _ in range(3):
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job:
     """One job and its truth.
 
     `culprit` is what `run.culprit` gives, "nobody" for None. `untold` says why the verdict may only be "cannot be told";
-    "" where it must name the culprit. `live`: `make test` launches it too, instead of only judging its recording;
-    `needs_record`: an older torch, which records no collectives of gloo, cannot tell it.
+    "" where it must name the culprit; `instead` is whom it then names in error. `live`: `make test` launches it too,
+    instead of only judging its recording; `needs_record`: an older torch, which records no collectives of gloo, cannot tell it.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] | None = None
     untold: str = ""
+    instead: str | None = None
     live: bool = False
     needs_record: bool = False
 
@@ -70,7 +71,7 @@ class Job:
     def told(self) -> tuple[Any, str]:
         """The culprit and the page that the verdict has to give."""
         if self.untold or self.culprit == "nobody":
-            return None, self.page
+            return self.instead, self.page
         return (tuple(self.culprit) if isinstance(self.culprit, list) else self.culprit), self.page
 
     @property

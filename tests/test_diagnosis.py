@@ -14,7 +14,7 @@ from ddpkit.diagnosis.pages import pages
 from ddpkit.diagnosis.run import Diagnosis, diagnose
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.ranks import Rank, read_attempts
-from ddpkit.verdict.culprit import Culprit, Verdict
+from ddpkit.verdict.finding import Culprit, Verdict
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ddpkit.diagnosis.log.lines import Source, chunks, sources
 from ddpkit.diagnosis.log.literals import required
 from ddpkit.diagnosis.pages import page, pages
 from ddpkit.diagnosis.run import HEALTHY, UNKNOWN
-from ddpkit.verdict.culprit import Culprit
+from ddpkit.verdict.finding import Culprit
 
 RECORDED = Path(__file__).with_name("recorded")
 DOCUMENTED = tomllib.loads(Path(__file__).with_name("documented.toml").read_text())["message"]

@@ -29,7 +29,7 @@ def no_calls_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_call_has_waited_until_its_collective_ended_or_failed(
     error: BaseException | None, asked: dict[str, object], waited: bool
 ) -> None:
-    call = messages.begin_call("all_reduce", asked, raising=False)
+    call = messages.begin_call("all_reduce", asked)
     assert not call.waited
     call.end(error)
     assert call.waited == waited
@@ -37,7 +37,7 @@ def test_a_call_has_waited_until_its_collective_ended_or_failed(
 
 def test_a_collective_came_during_each_call_that_was_not_over_by_then() -> None:
     """Of two threads that call at once, either may be the one."""
-    over, main, beside = (messages.begin_call("all_reduce", {}, raising=False) for _ in range(3))
+    over, main, beside = (messages.begin_call("all_reduce", {}) for _ in range(3))
     over.end()
     created_ns = time.time_ns() + 1
     main.over_ns = created_ns + 1
@@ -46,6 +46,6 @@ def test_a_collective_came_during_each_call_that_was_not_over_by_then() -> None:
 
 
 def test_one_of_objects_is_the_outermost_of_its_calls() -> None:
-    objects = messages.begin_call("all_gather_object", {}, raising=False)
-    inner = messages.begin_call("all_gather", {}, raising=False)
+    objects = messages.begin_call("all_gather_object", {})
+    inner = messages.begin_call("all_gather", {})
     assert messages.calls()("all_gather", time.time_ns() + 1) == [objects, inner]

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import RECORDS, wait_for, wait_for_line
-from matrix import INIT, PREAMBLE
+from jobs import IMPORTS, STARTS
 
 import ddpkit
 from ddpkit.runfolder import wire
@@ -37,7 +37,7 @@ def looked_at(run: ddpkit.Run) -> bool:
 def test_a_straggler_that_comes_back_leaves_no_verdict(
     script: Callable[..., str], home: Path, deed: str, word: str
 ) -> None:
-    run = begun(script(PREAMBLE + INIT + f"if rank == 1:\n    {deed}\ndist.all_reduce(torch.ones(1))\n"))
+    run = begun(script(STARTS["usual"] + f"if rank == 1:\n    {deed}\ndist.all_reduce(torch.ones(1))\n"))
     wait_for(lambda: looked_at(run), 60)
     look = run.ranks[1].look
     assert look is not None and (look.busy > 0.15) == (word == "busy")
@@ -65,7 +65,7 @@ class Slow(torch.utils.data.Dataset):
 for x in torch.utils.data.DataLoader(Slow(), num_workers=1):
     dist.all_reduce(x)
 """
-    run = begun(script(PREAMBLE + INIT + text), wait=True, stop_on_stall=True)
+    run = begun(script(STARTS["usual"] + text), wait=True, stop_on_stall=True)
     assert (run.state, run.culprit) == ("passed", None), str(run)
 
 
@@ -84,7 +84,7 @@ dist.barrier()
     (tmp_path / "probe").write_bytes(bytes(1 << 20))
     if psutil.Process().io_counters().write_bytes - written < 1 << 20:
         pytest.skip("the system does not count what is written to this file system")
-    run = begun(script(PREAMBLE + INIT + text), wait=True, stop_on_stall=True)
+    run = begun(script(STARTS["usual"] + text), wait=True, stop_on_stall=True)
     assert (run.state, run.culprit) == ("passed", None), str(run)
 
 
@@ -96,7 +96,7 @@ if rank == 1:
 dist.barrier()
 """
     os.mkfifo(home / "slow")
-    run = begun(script(PREAMBLE + INIT + text), stop_on_stall=True)
+    run = begun(script(STARTS["usual"] + text), stop_on_stall=True)
     wait_for(lambda: looked_at(run), 60)
     look = run.ranks[1].look
     os.close(os.open(home / "slow", os.O_RDWR))
@@ -113,7 +113,7 @@ for _ in range(8 * (1 - rank)):
     subprocess.run([sys.executable, "-S", "-c", "import time; until = time.time() + 0.5\\nwhile time.time() < until: pass"])
 dist.barrier()
 """
-    run = begun(script(PREAMBLE + INIT + text), wait=True, stop_on_stall=True)
+    run = begun(script(STARTS["usual"] + text), wait=True, stop_on_stall=True)
     assert (run.state, run.culprit) == ("passed", None), str(run)
 
 
@@ -130,7 +130,7 @@ dist.barrier()
 def test_fourteen_seconds_are_no_hang(
     script: Callable[..., str], capsys: pytest.CaptureFixture[str], deed: str
 ) -> None:
-    path = script(PREAMBLE + INIT + deed + "\ndist.all_reduce(torch.ones(1))\ntime.sleep(1)\n")
+    path = script(STARTS["usual"] + deed + "\ndist.all_reduce(torch.ones(1))\ntime.sleep(1)\n")
     run = ddpkit.launch(path, show="text", timeout=120)
     shown = capsys.readouterr().out
     assert (run.state, run.culprit, run.verdict.sentence, run.notes) == ("passed", None, "", ())
@@ -141,7 +141,7 @@ def test_fourteen_seconds_are_no_hang(
 def test_a_stopped_rank_that_goes_on_leaves_no_verdict(script: Callable[..., str]) -> None:
     run = begun(
         script(
-            PREAMBLE + INIT + "print('ready', flush=True)\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+            STARTS["usual"] + "print('ready', flush=True)\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
             "dist.all_reduce(torch.ones(1))\n"
         )
     )
@@ -172,21 +172,22 @@ for step in range(35):
     report(step=step)
     time.sleep(0.1)
 """
-    run = ddpkit.launch(script(PREAMBLE + INIT + body), show="text", stall=2, timeout=120)
+    run = ddpkit.launch(script(STARTS["usual"] + body), show="text", stall=2, timeout=120)
     assert run.ok
     assert "No rank has made progress" not in capsys.readouterr().out
 
 
 def test_a_rank_that_holds_the_gil_is_seen_all_the_same(script: Callable[..., str]) -> None:
     hold = "import re\n    re.match(r'(a+)+$', 'a' * 60 + 'b')"
-    run = begun(script(PREAMBLE + INIT + f"if rank == 1:\n    {hold}\ndist.barrier()\n"), wait=True, stop_on_stall=True)
+    run = begun(script(STARTS["usual"] + f"if rank == 1:\n    {hold}\ndist.barrier()\n"), wait=True, stop_on_stall=True)
     assert (run.state, run.culprit) == ("hung", 1)
     assert "re.match" in run.verdict.sentence
 
 
 def test_an_init_that_waits_is_not_disturbed_by_the_look(script: Callable[..., str], home: Path) -> None:
     """A signal would have torch's poll for the store give up."""
-    run = begun(script(PREAMBLE + "if rank == 1:\n    while not os.path.exists('go'): time.sleep(0.05)\n" + INIT))
+    wait = "if rank == 1:\n    while not os.path.exists('go'): time.sleep(0.05)\n"
+    run = begun(script(IMPORTS + wait + STARTS["usual"]))
     wait_for(lambda: looked_at(run), 60)
     (home / "go").touch()
     run.wait()
@@ -196,7 +197,7 @@ def test_an_init_that_waits_is_not_disturbed_by_the_look(script: Callable[..., s
 def test_without_py_spy_faulthandler_tells(script: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpkit.watcher.look.spied_threads", lambda pids: {})
     run = begun(
-        script(PREAMBLE + INIT + "if rank == 1: time.sleep(1000)\ndist.barrier()\n"), wait=True, stop_on_stall=True
+        script(STARTS["usual"] + "if rank == 1: time.sleep(1000)\ndist.barrier()\n"), wait=True, stop_on_stall=True
     )
     assert (run.state, run.culprit) == ("hung", 1)
     assert run.ranks[1].stack.startswith("Stack (most recent call first)")
@@ -212,7 +213,7 @@ threading.Thread(target=prefetch, daemon=True, name="prefetcher").start()
 if rank == 1: time.sleep(999)
 dist.barrier()
 """
-    path = script(PREAMBLE + INIT + body)
+    path = script(STARTS["usual"] + body)
     run = begun(path, wait=True, stop_on_stall=True)
     assert "prefetch" in run.ranks[0].stack and "ddpkit answers" not in run.ranks[0].stack
     assert run.ranks[1].at is not None and run.ranks[1].at.source == "if rank == 1: time.sleep(999)"
@@ -224,7 +225,7 @@ dist.barrier()
 def test_the_verdict_is_held_back_until_it_is_asked_for(
     script: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = script(PREAMBLE + INIT + "if rank == 1: time.sleep(1000)\ndist.barrier()\n")
+    path = script(STARTS["usual"] + "if rank == 1: time.sleep(1000)\ndist.barrier()\n")
     run = begun(path, wait=True, stop_on_stall=True, show="text", reveal=False)
     shown = capsys.readouterr().out
     assert "never joined" not in shown and "has not joined" not in shown
@@ -248,7 +249,7 @@ if rank == 1:
         hoard.append(torch.ones(1 << 22))
 dist.barrier()
 """
-        run = ddpkit.launch(script(PREAMBLE + INIT + body), show=False, timeout=120)
+        run = ddpkit.launch(script(STARTS["usual"] + body), show=False, timeout=120)
     finally:
         group.rmdir()
     assert (run.state, run.culprit) == ("failed", 1)
@@ -257,7 +258,7 @@ dist.barrier()
 
 
 def test_the_pipe_of_questions_is_the_users_own(script: Callable[..., str]) -> None:
-    run = begun(script(PREAMBLE + INIT + "print('ready', flush=True); time.sleep(1000)\n"))
+    run = begun(script(STARTS["usual"] + "print('ready', flush=True); time.sleep(1000)\n"))
     wait_for_line(run, "ready")
     assert (run.ranks[0].folder / wire.ASK).stat().st_mode & 0o777 == 0o600
     run.stop()

@@ -36,8 +36,9 @@ _CONSEQUENCE = ": a consequence"
 class Row:
     """One rank: its `state` in words, `where` it is in the user's code, and the `collective` it waits in or joined last.
 
-    `tone` is fault, waiting, passed or "". `whom`: the ranks that it waits for, where the culprit cannot be told. `silent_s` and `busy` (the share of a core) are as of the moment when ddpkit
-    looked; `stack` is innermost first, without what started the script; `workers` are the stacks of its loader's workers.
+    `tone` is fault, waiting, passed or "". `whom`: the ranks that it waits for, where the culprit cannot be told. `silent_s`
+    and `busy` (the share of a core) are as of the moment when ddpkit looked; `stack` is innermost first, without what
+    started the script; `workers` are the stacks of its loader's workers.
     """
 
     rank: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
 
@@ -129,7 +130,7 @@ def by_step(now: Scene, inside: set[int]) -> Finding | None:
     odd = []
     for number, call in now.split.items():
         step = (before[number][-1] if before[number] else None, call.call)
-        if not any(step in zip(calls, calls[1:], strict=False) for calls in before.values()):
+        if not any(step in itertools.pairwise(calls) for calls in before.values()):
             odd.append(number)
     known = all(_is_known(now.split[number], now) for number in odd)
     if not known or not 0 < len(odd) < len(now.split):

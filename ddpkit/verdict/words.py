@@ -39,14 +39,14 @@ def sentence(found: Finding, ranks: Sequence[Rank], ending: Ending) -> str:
     who = "every rank" if len(found.ranks) == len(ranks) > 1 else ranks_said(found.ranks or (-1,))
     first, other = by_rank.get(min(found.ranks or (-1,))), by_rank.get(min(found.others or (-1,)))
     facts = Facts(found, by_rank, ending, who, first or _NOBODY, other or _NOBODY, found.now.at if found.now else {})
-    said = (_SAID.get(f"{found.rule}/{found.kind}") or _SAID[found.rule])(facts)
+    said = (_SAID.get(f"{found.rule}/{found.kind}") or _SAID[found.rule])(facts).strip()
     if found.ranks and found.calls and found.rule in _WITH_CALLS:
         said += f" {_joined(facts)}"
     if found.ranks and found.now and found.rule in _WITH_WAITS:
         said += f" {_who_waits(facts)}"
     for begins in ("rank", "every", "no"):
         said = said.replace(f". {begins}", f". {begins.capitalize()}")
-    return " ".join(filter(None, [said[:1].upper() + said[1:].strip(), _why_ended(ending)]))
+    return " ".join(filter(None, [said[:1].upper() + said[1:], _why_ended(ending)]))
 
 
 def _why_ended(ending: Ending) -> str:
