@@ -141,7 +141,7 @@ raise ValueError("second")
         )
     )
     assert run.culprit == 1
-    assert "later rank 0 raised ValueError: second" in run.verdict.sentence
+    assert "Later rank 0 raised ValueError: second" in run.verdict.sentence
 
 
 def test_every_rank_failing_alike_is_no_race(script: Callable[..., str]) -> None:

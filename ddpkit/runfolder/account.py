@@ -16,7 +16,8 @@ from .stable import shortened, stable
 class Ending:
     """How the job ended.
 
-    `reason`: "" (by itself), "stopped", "timeout" or "stall"; `agent_signal`: the signal that killed the agent, if one did.
+    `reason`: "" (by itself), "stopped", "timeout" or "stall"; `agent_signal`: the signal that killed the agent, if one did;
+    `running`: it has not ended yet.
     """
 
     reason: str = ""
@@ -25,6 +26,7 @@ class Ending:
     agent_error: str = ""
     timeout_s: float | None = None
     stall_s: float | None = None
+    running: bool = False
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ def sentence(found: Finding, ranks: Sequence[Rank], ending: Ending) -> str:
         said += f" {_who_waits(facts)}"
     for begins in ("rank", "every", "no"):
         said = said.replace(f". {begins}", f". {begins.capitalize()}")
-    return " ".join(filter(None, [said[:1].upper() + said[1:], _why_ended(ending)]))
+    if not said.startswith("torchrun"):
+        said = said[:1].upper() + said[1:]
+    return " ".join(filter(None, [said, _why_ended(ending)]))
 
 
 def _why_ended(ending: Ending) -> str:
@@ -121,15 +123,22 @@ def _differs(f: Facts) -> str:
     return "no two of them agree." if f.who == "every rank" else f"{_do(f.found.ranks, 'differs', 'differ')} from most."
 
 
-def _wanted(f: Facts) -> str:
-    """`joined all_reduce #10 (line 17: ...)`, `set the key "done/2"`, or `came to what rank 0 waits for at line 9`."""
+def _wanted(f: Facts, came: str = "come") -> str:
+    """`joined all_reduce #10 (line 17: ...)`, `set the key "done/2"`, or `come to what rank 0 waits for at line 9`."""
     waiter = f.places[f.found.others[0]]
     keys = waiter.rank.awaited
     if keys:
         return f"set the key{'s' if len(keys) > 1 else ''} " + ", ".join(f'"{key}"' for key in keys)
     if waiter.collective:
         return f"joined {waiter.collective.name}{waiter.collective.from_line}"
-    return f"came to what rank {waiter.rank.rank} waits for{at(waiter.line)}"
+    return f"{came} to what rank {waiter.rank.rank} waits for{at(waiter.line)}"
+
+
+def _never(f: Facts) -> str:
+    """`rank 1 never joined ...`; of a job that still runs, `rank 1 has not joined ...`."""
+    if f.ending.running:
+        return f"{'every rank has' if f.who == 'every rank' else _do(f.found.ranks, 'has', 'have')} not {_wanted(f)}"
+    return f"{f.who} never {_wanted(f, 'came')}"
 
 
 def _who_waits(f: Facts) -> str:
@@ -147,12 +156,12 @@ def _end_of_the_waits(f: Facts) -> str:
     if not f.found.ranks:
         return f"most ranks are at one line: {_each(f)}. What they wait for there is not recorded. {_UNTOLD}"
     handles = f" It is handling {f.first.handling}." if f.first.handling else ""
-    return f"{f.who} never {_wanted(f)}; {_does(f)}{handles}"
+    return f"{_never(f)}; {_does(f)}{handles}"
 
 
 def _straggler(f: Facts) -> str:
     if f.places[f.found.ranks[0]].kind == "late":
-        return f"{f.who} {_wanted(f)} only after the others had given up."
+        return f"{f.who} {_wanted(f, 'came')} only after the others had given up."
     return f"{f.who} had not {_wanted(f)} when the others gave up; {_does(f)}"
 
 
@@ -181,6 +190,10 @@ def _who_joins(f: Facts) -> str:
     where = "in init_process_group" if first.rank.joining else "for the store"
     waits = ("waited", "waited") if first.rank.failure else ("waits", "wait")
     return f"{_do(joining, *waits)} {where}{in_brackets(first.line)}."
+
+
+def _in_attempt(f: Facts) -> str:
+    return f"in attempt {next(iter(f.ranks.values())).attempt + 1} "
 
 
 def _joined(f: Facts) -> str:
@@ -243,7 +256,7 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "signal/stopped_process": _stopped,
     "asked amiss": lambda f: f"{f.who} asked to join {f.found.detail}. {_who_joins(f)}",
     "asked amiss/init_elsewhere": lambda f: f"{f.who} looked at a wrong address: {f.found.detail}. {_torchruns(f)}",
-    "restart": lambda f: f"{_who_joins(f)} In a restart, the store may have kept addresses of ranks that are gone.",
+    "restart": lambda f: f"{_in_attempt(f)}{_who_joins(f)} The store may have kept addresses of ranks that are gone.",
     "absent": lambda f: f"{f.who} never came there; {_does(f)} {_who_joins(f)}",
     # Question 3.
     "groups": lambda f: f"not all ranks make the same process groups: {f.found.detail}. {_differs(f)}",
@@ -252,7 +265,7 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "exception": lambda f: f"{f.who} failed of {f.found.detail}; {_does(f)}",
     "loop": _loop,
     "step": lambda f: f"{f.who} came to {_call(f)} by a step that no rank had made before.",
-    "key": lambda f: f"{f.who} never {_wanted(f)}; {_does(f)}",
+    "key": lambda f: f"{_never(f)}; {_does(f)}",
     "next call": lambda f: f"{f.who} called {_call(f)}; most ranks, after the same calls, called {_usual(f)}.",
     "habit": lambda f: f"{f.who} called {_call(f, 1)} after {_call(f, 0)}, as it had never done before.",
     "debt": lambda f: f"{f.who} has sent one message fewer than it sent to others, or than others sent.",
@@ -262,7 +275,7 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     # The job as a whole.
     "unknown": _untold,
     "unknown/agent_failed": lambda f: f"torchrun ended before any rank had started: {f.ending.agent_error}",
-    "agent/agent_killed": lambda f: f"torchrun was killed by {f.ending.agent_signal}; its ranks were ended after it.",
+    "agent/agent_killed": lambda f: f"torchrun itself was killed by {f.ending.agent_signal}; its ranks were ended after it.",
     "agent/agent_failed": lambda f: f"every rank passed, but torchrun failed: {f.ending.agent_error}",
     "ended": lambda f: "",
     "passed": lambda f: "",

@@ -140,7 +140,7 @@ class Watcher:
             seen, revealed = attempts[-1] if attempts else (), self.run.revealed
             looked_ns = max((rank.look.at_ns for rank in seen if rank.look), default=time.time_ns())
             at_s = elapsed - (time.time_ns() - looked_ns) / 1e9
-            said = sentence(found, seen, Ending()) if revealed else ""
+            said = sentence(found, seen, Ending(running=True)) if revealed else ""
             self._still, self._still_exits = Standstill(said, rows(seen, found.ranks, revealed), at_s), exits
 
     def _states(self, ranks: Sequence[Rank]) -> tuple[RankNow, ...]:
