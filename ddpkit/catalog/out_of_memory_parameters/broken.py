@@ -16,7 +16,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            x = layer(x).relu()
+            x = layer(x).tanh()
         return x
 
 
