@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .course.recordings import on_gpu
     from .diagnosis.log.judge import diagnose
     from .diagnosis.pages import explain
-    from .errors import JobFailed, LaunchError, LogError
+    from .errors import LaunchError, LogError
     from .launcher.launcher import launch
     from .machine.examination import doctor
     from .run import Run
@@ -43,7 +43,7 @@ _HOMES = {
     "doctor": "machine.examination",
     "on_gpu": "course.recordings",
     "explain": "diagnosis.pages",
-    "JobFailed": "errors",
+    "JobFailed": "run",
     "LaunchError": "errors",
     "LogError": "errors",
     "check": "course.grading",

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .run import Run
-
 
 class LaunchError(ValueError):
     """The job was not started: what was asked, what was found, what to do."""
@@ -14,14 +9,6 @@ class LaunchError(ValueError):
     def _render_traceback_(self) -> list[str]:
         """In a notebook the sentence is all: a traceback through ddpkit would say nothing about the mistake."""
         return [f"{type(self).__name__}: {self}"]
-
-
-class JobFailed(RuntimeError):
-    """The job did not pass and the caller had asked for `check=True`. `run` holds everything that is known."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(str(run))
-        self.run = run
 
 
 class LogError(ValueError):

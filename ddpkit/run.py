@@ -10,21 +10,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .diagnosis.rows import Row, diagnosis_line, rows, text_lines
+from .diagnosis.rows import Row, rows
 from .diagnosis.run import Diagnosis, diagnose
 from .display.lane_words import lane_words
-from .errors import JobFailed
+from .display.text import as_text, headline, ranks_counted
 from .runfolder import wire
 from .runfolder.account import Account, Ending, read_account
-from .runfolder.folders import unpacked
+from .runfolder.folders import packed, unpacked
 from .runfolder.ranks import Rank
-from .runfolder.stable import stable
 from .verdict.finding import Culprit, Verdict
 from .verdict.judge import judge, judge_job
 
 if TYPE_CHECKING:
     from .display.picture import Picture
     from .processes.agent import Job
+
+
+class JobFailed(RuntimeError):
+    """The job did not pass and the caller had asked for `check=True`. `run` holds everything that is known."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(str(run))
+        self.run = run
 
 
 class Run:
@@ -84,7 +91,7 @@ class Run:
     @property
     def facts(self) -> str:
         """`2 ranks · gloo on CPU`."""
-        return " · ".join([_ranks(self.nproc), self._spec.get("device_words", self.backend)])
+        return " · ".join([ranks_counted(self.nproc), self._spec.get("device_words", self.backend)])
 
     # What became of it.
 
@@ -225,43 +232,14 @@ class Run:
 
     def bundle(self, path: str | Path | None = None) -> Path:
         """Write the run folder into a zip, for a bug report, and return its path. Pickled values are left out."""
-        target = Path(path) if path else Path(f"{self.folder.name}.zip")
-        if target.exists() and target.is_dir():
-            target = target / f"{self.folder.name}.zip"
-        skipped = {*wire.PICKLED, wire.BALLAST}
-        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-            for file in sorted(self.folder.rglob("*")):
-                name = str(Path(self.folder.name) / file.relative_to(self.folder))
-                if file.is_file() and file.name not in skipped:
-                    archive.write(file, name)
-                elif file.is_fifo():
-                    # That it is there says that the rank's process group came up.
-                    archive.writestr(name, "")
-            archive.writestr(f"{self.folder.name}/summary.txt", f"{self}\n")
-        return target.resolve()
+        return packed(self.folder, path, summary=str(self))
 
     # How it is shown.
 
     @property
     def headline(self) -> str:
         """`broken → failed · 2 ranks · rank 1: ValueError, line 7: raise ValueError("boom")`, the same in every run."""
-        parts = [f"{self.name} → {self.state.replace('_', ' ')}", _ranks(self.nproc)]
-        if self.state != "running" and self.revealed and (who := self._who()):
-            parts.append(who)
-        return " · ".join(parts)
-
-    def _who(self) -> str:
-        culprit = self.culprit
-        if culprit is None:
-            return ""
-        subject = "every rank" if culprit == "every rank" else "rank " + ", ".join(map(str, _as_tuple(culprit)))
-        first = next((row for row in self.rows if culprit == "every rank" or row.rank in _as_tuple(culprit)), None)
-        if first is None:
-            return f"{subject}: at fault"
-        failure = next(r for r in self.ranks if r.rank == first.rank).failure
-        own = failure is not None and first.message
-        words = stable(failure.type) if failure and own else first.words
-        return f"{subject}: {words}, {first.where}" if first.where else f"{subject}: {words}"
+        return headline(self)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -270,15 +248,7 @@ class Run:
         return rows(self.ranks, at_fault, self.revealed, steady=True, waits=self.verdict.waits)
 
     def __str__(self) -> str:
-        lines = [self.headline]
-        if self.state not in ("running", "passed"):
-            if self.revealed and self.verdict.sentence:
-                lines.append(f"  {self.verdict.sentence}")
-            if self.revealed and self.diagnosis:
-                lines.append(f"  diagnosis: {diagnosis_line(self.diagnosis)}")
-            lines += [f"  {line}" for line in text_lines(self.rows)]
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return as_text(self)
 
     __repr__ = __str__
 
@@ -339,14 +309,6 @@ def _judged(ranks: tuple[Rank, ...], verdict: Verdict, ending: Ending) -> tuple[
         role = verdict.roles.get(rank.rank, "unknown")
         found.append(replace(rank, words=lane_words(rank, verdict, ending), role=role))
     return tuple(found)
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank" if number == 1 else f"{number} ranks"
-
-
-def _as_tuple(culprit: Culprit) -> tuple[Any, ...]:
-    return culprit if isinstance(culprit, tuple) else (culprit,)
 
 
 def save_spec(folder: Path, spec: Mapping[str, Any]) -> None:

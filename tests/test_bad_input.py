@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import ddpkit
-from ddpkit.errors import JobFailed, LaunchError
+from ddpkit import JobFailed, LaunchError
 from ddpkit.launcher import magic
 from ddpkit.launcher.options import LAUNCH_OPTIONS
 from ddpkit.machine import devices

@@ -37,7 +37,7 @@ def launched(path: str, nproc: int = 2) -> ddpkit.Run:
 
 def steps_applied(run: ddpkit.Run) -> list[int]:
     """How many optimizer steps each rank applied."""
-    return [recorded.steps for recorded in steps.recorded(run)]
+    return [recorded.steps for recorded in steps.recorded(run.ranks)]
 
 
 BIG = "nn.Sequential(nn.Linear(16, 700), nn.Linear(700, 700))"
@@ -58,11 +58,11 @@ ZERO = "from torch.distributed.optim import ZeroRedundancyOptimizer as Zero"
 def test_replicas_are_equal_and_as_in_one_process(script: Callable[..., str], make: str) -> None:
     path = script(f"{SETUP}\n{make}\n{LOOP}")
     both, alone = launched(path), launched(path, nproc=1)
-    assert steps_applied(both) == [4, 4] and len(steps.apart_by_step(both)) == 4
-    assert steps.equal(steps.replicas_apart(both)) and steps.equal(steps.off_one_process(both, alone))
-    found = steps.recorded(both)[0]
+    assert steps_applied(both) == [4, 4] and len(steps.apart_by_step(both.ranks)) == 4
+    assert steps.equal(steps.replicas_apart(both.ranks)) and steps.equal(steps.off_one_process(both.ranks, alone.ranks))
+    found = steps.recorded(both.ranks)[0]
     assert sum(found.lengths) <= 200_000 and all("module" not in name for name in found.names)
-    assert steps.step_time(both) is not None
+    assert steps.step_time(both.ranks) is not None
 
 
 @has_fully_shard
@@ -77,21 +77,21 @@ def test_the_parts_of_a_sharded_model_are_put_together(script: Callable[..., str
         "plain.py",
     )
     both, alone = launched(sharded), launched(plain, nproc=1)
-    assert all(r.sharded for r in steps.recorded(both)) and steps.replicas_apart(both) is None
-    assert steps.equal(steps.off_one_process(both, alone))
+    assert all(r.sharded for r in steps.recorded(both.ranks)) and steps.replicas_apart(both.ranks) is None
+    assert steps.equal(steps.off_one_process(both.ranks, alone.ranks))
 
 
 def test_replicas_that_part_are_found_at_the_step_where_they_do(script: Callable[..., str]) -> None:
     make = "net = nn.Linear(16, 4); optimizer = torch.optim.SGD(net.parameters(), lr=0.1)"
     run = launched(script(f"{SETUP}\n{make}\n{LOOP}"))
-    apart = steps.apart_by_step(run)
-    assert apart[0] > 1e-3 and not steps.equal(steps.replicas_apart(run))
+    apart = steps.apart_by_step(run.ranks)
+    assert apart[0] > 1e-3 and not steps.equal(steps.replicas_apart(run.ranks))
 
 
 def test_a_value_that_is_no_number_is_infinitely_far_off(script: Callable[..., str]) -> None:
     make = "net = DDP(nn.Linear(16, 4)); optimizer = torch.optim.SGD(net.parameters(), lr=float('inf'))"
     run = launched(script(f"{SETUP}\n{make}\n{LOOP}"))
-    assert steps.replicas_apart(run) == float("inf") and not steps.equal(steps.replicas_apart(run))
+    assert steps.replicas_apart(run.ranks) == float("inf") and not steps.equal(steps.replicas_apart(run.ranks))
 
 
 def test_the_first_of_two_optimizers_is_followed(script: Callable[..., str]) -> None:
@@ -106,7 +106,7 @@ def test_the_first_of_two_optimizers_is_followed(script: Callable[..., str]) -> 
 def test_a_job_that_does_not_ask_for_it_writes_nothing(script: Callable[..., str]) -> None:
     make = "net = DDP(nn.Linear(16, 4)); optimizer = torch.optim.SGD(net.parameters(), lr=0.1)"
     run = ddpkit.launch(script(f"{SETUP}\n{make}\n{LOOP}"), show=False, timeout=120)
-    assert run.ok and steps.recorded(run) == () and steps.replicas_apart(run) is None
+    assert run.ok and steps.recorded(run.ranks) == () and steps.replicas_apart(run.ranks) is None
 
 
 def test_a_rank_killed_in_the_middle_leaves_what_it_had(script: Callable[..., str]) -> None:
@@ -116,4 +116,4 @@ def test_a_rank_killed_in_the_middle_leaves_what_it_had(script: Callable[..., st
     )
     run = ddpkit.launch(script(f"{SETUP}\n{make}\n{loop}"), env={wire.ENV_STEPS: "1"}, show=False, timeout=120)
     assert run.culprit == 1 and steps_applied(run) == [3, 3]
-    assert len(steps.apart_by_step(run)) == 3 and steps.replicas_apart(run) is None
+    assert len(steps.apart_by_step(run.ranks)) == 3 and steps.replicas_apart(run.ranks) is None

@@ -16,8 +16,9 @@ from conftest import wait_for
 
 from ddpkit.diagnosis.rows import Row, Standstill
 from ddpkit.diagnosis.run import Diagnosis
+from ddpkit.display.lane import GAP, MOST_PENDING, MOST_REMEMBERED, MOST_SAMPLES, Lane
 from ddpkit.display.sink import Line, Now, RankNow
-from ddpkit.display.view import GAP, MOST_PENDING, MOST_REMEMBERED, MOST_SAMPLES, Lane, RunView, hear_clicks_while_busy
+from ddpkit.display.view import RunView, hear_clicks_while_busy
 from ddpkit.runfolder.failures import Failure
 from ddpkit.runfolder.frames import Frame
 from ddpkit.runfolder.ranks import Rank

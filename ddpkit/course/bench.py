@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
 from ddpkit.run import Run
-from ddpkit.runfolder import steps
 
 from .lab import Lab, Remedy, fits, lab, labs, patched
+from .results import Result, Results
 from .trial import Outcome, Trials
 
 if TYPE_CHECKING:
@@ -26,68 +24,6 @@ if TYPE_CHECKING:
 
 NOTHING, OWN, RECORDED = "as it is", "your own edit", "as it is, recorded on Linux"
 PREDICTIONS = ("cures", "does not")
-
-
-@dataclass(frozen=True, repr=False)
-class Result:
-    """One run on the bench. `predicted` is what the reader said before it: "cures", "does not", or "" for nothing; `why`
-    says of each remedy in it why it does what it does."""
-
-    tried: str
-    predicted: str
-    outcome: Outcome
-    why: str = ""
-
-    @property
-    def run(self) -> Run:
-        """The run itself, with its ranks, culprit and diagnosis."""
-        return self.outcome.run
-
-    @property
-    def cures(self) -> bool:
-        """Whether it cured; see `Outcome.cures`."""
-        return self.outcome.cures
-
-    @property
-    def apart_by_step(self) -> list[float]:
-        """How far the ranks' parameters were apart after each step that all of them applied, also in a job that failed."""
-        return [round(apart, 6) for apart in steps.apart_by_step(self.run)]
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """What stands in its row of the table, the same in every run."""
-        found = self.outcome
-        codes = "".join(f"{rank.exitcode} " for rank in self.run.ranks).strip()
-        return (
-            self.tried,
-            self.predicted or "–",
-            found.words,
-            _said(found.replicas_apart),
-            _said(found.off_one_process) if found.comparable else "not compared",
-            codes,
-        )
-
-    def __repr__(self) -> str:
-        return f"{self.tried} → {self.outcome.words}"
-
-
-class Results(tuple[Result, ...]):
-    """The results of a bench, oldest first; shown as a table that holds nothing that varies from run to run."""
-
-    TITLES = ("remedy", "you said", "verdict", "replicas", "as one process", "exit codes")
-
-    def __repr__(self) -> str:
-        rows = [self.TITLES, *(r.cells for r in self)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(self.TITLES))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-    def _repr_html_(self) -> str:
-        left = 'style="text-align:left"'
-        head = "".join(f"<th {left}>{escape(t)}</th>" for t in self.TITLES)
-        body = "".join(
-            "<tr>" + "".join(f"<td {left}>{escape(c)}</td>" for c in result.cells) + "</tr>" for result in self
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 class FixBench:
@@ -251,11 +187,3 @@ def _lab_for(subject: str | Run, name: str | None) -> Lab:
     named = [one for one in labs() if found in (one.name, one.page)]
     # Several labs may show one failure in different programs: the one whose remedies find their places.
     return max(named, key=lambda one: sum(fits(subject.script, r) for r in one.remedies)) if named else lab(found)
-
-
-def _said(difference: float | None) -> str:
-    if difference is None:
-        return "–"
-    return (
-        "equal" if steps.equal(difference) else f"{difference:.2g} off" if difference < float("inf") else "not finite"
-    )

@@ -11,27 +11,44 @@ import threading
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ipywidgets as widgets
 
 from ddpkit.display.html import as_html
+from ddpkit.display.sink import Sink
 from ddpkit.display.view import RunView
 from ddpkit.errors import LaunchError
 
-if TYPE_CHECKING:
-    from .bench import FixBench, Result
-    from .lab import Remedy
+from .lab import Lab, Remedy
+from .results import Result, Results
 
 # Lines shown around a change; what lies farther off is folded.
 AROUND = 3
 STYLE = f"<style>{Path(__file__).with_name('bench.css').read_text(encoding='utf-8')}</style>"
 
 
+class Bench(Protocol):
+    """What the controls call: a `FixBench`, which explains each."""
+
+    lab: Lab
+    script: str
+    why_not_here: str
+
+    @property
+    def remedies(self) -> tuple[Remedy, ...]: ...
+    @property
+    def results(self) -> Results: ...
+    def fits(self, name: str) -> bool: ...
+    def script_with(self, *names: str) -> str: ...
+    def run(self, *names: str, edit: str | None, predict: str | None, show: bool | str | Sink) -> Result: ...
+    def stop(self) -> None: ...
+
+
 class BenchView:
     """The widgets of one bench; `box` holds them all."""
 
-    def __init__(self, bench: FixBench) -> None:
+    def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._chosen = {r.name: self._checkbox(r) for r in bench.remedies}
         self._own = widgets.Checkbox(description="Your own edit", indent=False)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpkit.display.picture import Picture
 from ddpkit.runfolder import steps
 
-if TYPE_CHECKING:
-    from .bench import Result
+from .results import Result
 
 ASKED = ("ends well", "replicas equal", "as one process")
 # Okabe and Ito's colours; the sign and the hatching say the same without them.

@@ -122,14 +122,14 @@ def _judged(asked: Task, run: Run, nproc: int, used_seed: int) -> Finding | None
         return Finding(
             called, run.verdict.sentence or run.state, "a job that passes", "what in it holds for one seed only"
         )
-    apart = steps.replicas_apart(run)
+    apart = steps.replicas_apart(run.ranks)
     if apart is not None and not steps.equal(apart):
         got = f"replicas that are {apart:.2g} apart"
         return Finding(called, got, "equal parameters on every rank", "a step that one rank takes and another does not")
     if not asked.reference:
         return None
     reference = _recorded(asked, asked.reference, 1, used_seed, ranks=nproc)
-    off = steps.off_one_process(run, reference)
+    off = steps.off_one_process(run.ranks, reference.ranks)
     if not steps.equal(off):
         got = "no optimizer step to compare" if off is None else f"parameters {off:.2g} off"
         wanted = "what one process computes from the whole batch"

@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def _sharded(self) -> bool:
-        return any(r.sharded for r in steps.recorded(self.run))
+        return any(r.sharded for r in steps.recorded(self.run.ranks))
 
     @property
     def step_ratio(self) -> float | None:
@@ -130,9 +130,9 @@ class Trials:
     def outcome(self, run: Run, keeps: bool = True) -> Outcome:
         """What came of `run`; `keeps`: whether it trains as the plain script does."""
         comparable = keeps and run.ok and self.reference is not None
-        off = steps.off_one_process(run, self.reference) if comparable and self.reference else None
-        took = steps.step_time(run) if run.ok else None
-        return Outcome(run, steps.replicas_apart(run), off, comparable, took, self.plain_step if took else None)
+        off = steps.off_one_process(run.ranks, self.reference.ranks) if comparable and self.reference else None
+        took = steps.step_time(run.ranks) if run.ok else None
+        return Outcome(run, steps.replicas_apart(run.ranks), off, comparable, took, self.plain_step if took else None)
 
     @cached_property
     def reference(self) -> Run | None:
@@ -143,7 +143,7 @@ class Trials:
     def plain_step(self) -> steps.StepTime | None:
         """How long a step of the plain training takes on the lab's own number of ranks."""
         plain = self._passed(())
-        return steps.step_time(plain) if plain else None
+        return steps.step_time(plain.ranks) if plain else None
 
     def _passed(self, edits: Sequence[tuple[str, str]], **options: Any) -> Run | None:
         plain = self.lab.remedy(self.lab.plain)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from ddpkit.diagnosis.rows import Row, diagnosis_line, first_paragraph, short_file
 from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.runfolder.stable import stable
 
-if TYPE_CHECKING:
-    from ddpkit.run import Run
+from . import text
+from .shown import ShownRun
 
 _COLOURS = {"passed": "#1a7f37", "running": "#0969da", "stopped": "#6e7781"}
 
 
-def as_html(run: Run, below_view: bool = False) -> str:
+def as_html(run: ShownRun, below_view: bool = False) -> str:
     """`run` as HTML; below a live view, which has told all of it already, folded under the headline."""
-    headline = _headline(run.headline, run.state)
+    headline = _headline(text.headline(run), run.state)
     notes = "".join(f"<div>note: {escape(note)}</div>" for note in run.notes)
     if run.state in ("running", "passed"):
         return f'<div class="ddpkit-run"><div>{headline}</div>{notes}</div>'

@@ -10,16 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpkit.runfolder import wire
+from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
 
 from .picture import Picture
-
-if TYPE_CHECKING:
-    from ddpkit.run import Run
-    from ddpkit.runfolder.ranks import Rank
+from .shown import ShownRun
 
 REST = "activations and the rest"
 # Okabe and Ito's colours, which the colour-blind tell apart; the hatching tells them apart in grey.
@@ -64,7 +62,7 @@ class RankMemory:
         return max(found, key=lambda part: round(found[part]))
 
 
-def memory(run: Run) -> tuple[RankMemory, ...]:
+def memory(run: ShownRun) -> tuple[RankMemory, ...]:
     """What each rank of `run` wrote down of its memory, in order; one that never called `memory_budget` is not there."""
     return tuple(found for rank in run.ranks if (found := _read(rank)) is not None)
 
@@ -94,7 +92,7 @@ def _read(rank: Rank) -> RankMemory | None:
     )
 
 
-def draw(run: Run) -> Picture:
+def draw(run: ShownRun) -> Picture:
     """The figure of `run`: what filled each rank's memory at its peak, its budget, and its growth where there were steps.
 
     Raises:
@@ -191,7 +189,7 @@ def _legend(figure: Any, axes: Any, title: str) -> None:
     legend.get_title().set_parse_math(False)
 
 
-def _alt(run: Run, found: Sequence[RankMemory]) -> str:
+def _alt(run: ShownRun, found: Sequence[RankMemory]) -> str:
     """What the figure shows, in words that are the same in every run: sizes in MiB are not."""
     return stable(f"The memory of {run.name}. {'; '.join(map(_words, found))}.")
 

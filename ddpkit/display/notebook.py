@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpkit.errors import LaunchError
 
+from .shown import ShownRun
 from .sink import Silence, Sink
-
-if TYPE_CHECKING:
-    from ddpkit.run import Run
 
 _shown: dict[int, object] = {}
 
@@ -51,7 +49,7 @@ def show_live(sink: Sink) -> None:
         display(sink)
 
 
-def show_ended(run: Run, sink: Sink) -> None:
+def show_ended(run: ShownRun, sink: Sink) -> None:
     """Under the live view of a job just waited for, its text and HTML; remembered, so that the cell does not repeat it."""
     kernel = shell()
     if kernel is None or isinstance(sink, Silence):
@@ -61,7 +59,7 @@ def show_ended(run: Run, sink: Sink) -> None:
     _shown[id(run)] = kernel.execution_count
 
 
-def display_run(run: Run) -> None:
+def display_run(run: ShownRun) -> None:
     """Called by IPython when a run is a cell's last expression."""
     kernel = shell()
     if kernel is not None and _shown.pop(id(run), None) == kernel.execution_count:
@@ -69,7 +67,7 @@ def display_run(run: Run) -> None:
     _publish(run)
 
 
-def _publish(run: Run, below_view: bool = False) -> None:
+def _publish(run: ShownRun, below_view: bool = False) -> None:
     from IPython.display import display
 
     from .html import as_html

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from ddpkit.diagnosis.rows import Standstill
-    from ddpkit.run import Run
+from ddpkit.diagnosis.rows import Standstill
+
+from .shown import ShownRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Now:
 class Sink(Protocol):
     """Receives a running job, from the watching thread; must not block it."""
 
-    def begin(self, run: Run, stop: Callable[[], None]) -> None:
+    def begin(self, run: ShownRun, stop: Callable[[], None]) -> None:
         """The job starts; `stop` may be called from any thread and returns at once."""
 
     def lines(self, batch: Sequence[Line]) -> None:
@@ -65,17 +65,17 @@ class Sink(Protocol):
     def now(self, now: Now) -> None:
         """The state of every rank, a few times a second."""
 
-    def end(self, run: Run) -> None:
+    def end(self, run: ShownRun) -> None:
         """The job has ended and `run` is complete."""
 
 
 class Silence:
     """Shows nothing: `show=False`."""
 
-    def begin(self, run: Run, stop: Callable[[], None]) -> None: ...
+    def begin(self, run: ShownRun, stop: Callable[[], None]) -> None: ...
 
     def lines(self, batch: Sequence[Line]) -> None: ...
 
     def now(self, now: Now) -> None: ...
 
-    def end(self, run: Run) -> None: ...
+    def end(self, run: ShownRun) -> None: ...

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from ddpkit.diagnosis.rows import text_lines
 
+from .shown import ShownRun
 from .sink import Line, Now
-
-if TYPE_CHECKING:
-    from ddpkit.run import Run
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
@@ -27,7 +24,7 @@ class TextSink:
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False, emoji=False)
         self._note, self._is_still = "", False
 
-    def begin(self, run: Run, stop: Callable[[], None]) -> None:
+    def begin(self, run: ShownRun, stop: Callable[[], None]) -> None:
         """Say what starts."""
         self._console.print(f"{run.name}: {run.facts}", style="bold")
 
@@ -53,6 +50,6 @@ class TextSink:
             self._console.print(f"ddpkit: {line}", style="italic")
         self._note, self._is_still = now.note, now.still is not None
 
-    def end(self, run: Run) -> None:
+    def end(self, run: ShownRun) -> None:
         """Print the run's own text."""
         self._console.print(str(run))

@@ -10,7 +10,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ddpkit.diagnosis.rows import Row, rows, stood_still
 from ddpkit.runfolder.calls import Collective
@@ -19,9 +19,7 @@ from ddpkit.runfolder.stable import stable
 from ddpkit.verdict.places import BUSY_FROM, place_of
 
 from .picture import DPI, Picture
-
-if TYPE_CHECKING:
-    from ddpkit.run import Run
+from .shown import ShownRun
 
 Kind = Literal["starting", "unrecorded", "computing", "waiting", "stalled", "silent"]
 End = Literal["passed", "failed", "ended", "running"]
@@ -200,7 +198,7 @@ def _end_words(rank: Rank) -> str:
 # Drawing.
 
 
-def draw(run: Run) -> Picture:
+def draw(run: ShownRun) -> Picture:
     """The figure of `run`; see `Run.plot`."""
     try:
         from matplotlib.figure import Figure
@@ -286,7 +284,7 @@ def _legend(figure: Any, found: Sequence[Lane], title: str) -> None:
     legend.get_title().set_parse_math(False)
 
 
-def _alt(run: Run, table: Sequence[Row]) -> str:
+def _alt(run: ShownRun, table: Sequence[Row]) -> str:
     """What the figure shows, in words that are the same in every run."""
     said = "; ".join(f"rank {row.rank} {row.words}{f', {row.where}' if row.where else ''}" for row in table)
     return stable(f"The ranks of {run.name} over time. State: {run.state.replace('_', ' ')}. {said}.")

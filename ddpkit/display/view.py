@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anywidget
 import traitlets
@@ -23,115 +22,27 @@ from ddpkit.diagnosis.rows import Standstill, first_paragraph, rows, short_file
 from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.runfolder.frames import Frame
 
+from .lane import MOST_PENDING, MOST_REMEMBERED, Lane, whole
+from .shown import ShownRun
 from .sink import Line, Now
 
-if TYPE_CHECKING:
-    from ddpkit.run import Run
-
+_WEB = Path(__file__).with_name("web")
 TICK_S = 0.04
 # The most text in one batch. In a flood nobody reads along, and a browser lays out about 100 lines in 10 ms: then less.
 BATCH_CHARS = 48_000
 FLOOD_CHARS = 12_000
-MOST_PENDING = 2_000
-MOST_REMEMBERED = 500
 PICTURE_CHARS = 240_000
-MOST_SAMPLES = 120
 MOST_EVIDENCE = 4
 # A front end may load view.js late, and its question may wait behind the busy cell: then it is told unasked.
 UNASKED_AT_S = (1.0, 3.0, 8.0)
-
-STREAMS = {"stdout": 0, "stderr": 1}
-GAP = 2
-
-# What goes over the wire for one line: [stream, seconds since the start, text, attempt, 1 if open]. For a gap the text
-# is the number of lines that are not shown in its place.
-Row = list[Any]
-
-
-class Lane:
-    """One rank's lines on their way to the view, and the little that is kept for a view that comes late."""
-
-    def __init__(self) -> None:
-        self.pending: deque[Row] = deque()
-        self.dropped = 0
-        self.remembered: deque[Row] = deque(maxlen=MOST_REMEMBERED)
-        self.counted = 0
-        self.skipped = 0
-        self.last_seq: dict[tuple[int, int], int] = {}
-        self.samples: list[list[float | None]] = []
-
-    def add(self, line: Line, start_ns: int) -> None:
-        """Queue a line; a jump in its numbers says how many never came, and where."""
-        stream = STREAMS.get(line.stream, 0)
-        seconds = round((line.seen_ns - start_ns) / 1e9, 2)
-        if not line.open:
-            last = self.last_seq.get((stream, line.attempt), line.seq - 1)
-            self.last_seq[stream, line.attempt] = line.seq
-            self.skip(line.seq - last - 1, seconds, line.attempt)
-        row: Row = [stream, seconds, line.text, line.attempt, int(line.open)]
-        if self.pending and _replaces(row, self.pending[-1]):
-            self.pending[-1] = row
-            return
-        self.pending.append(row)
-        self.squeeze(MOST_PENDING)
-
-    def skip(self, lines: int, seconds: float, attempt: int) -> None:
-        """Leave a notice that `lines` lines are missing here."""
-        if lines <= 0:
-            return
-        self.skipped += lines
-        self.pending.append([GAP, seconds, lines, attempt, 0])
-
-    def squeeze(self, most: int) -> None:
-        """Drop the oldest queued rows above `most`; `take` says how many lines they were."""
-        while len(self.pending) > most:
-            self.dropped += _lines_in(self.pending.popleft())
-
-    def take(self, chars: float) -> list[Row]:
-        """The next rows to show, about `chars` of text; they are remembered for late views."""
-        rows: list[Row] = []
-        if self.dropped:
-            first = self.pending[0] if self.pending else [GAP, 0, 0, 0, 0]
-            rows.append([GAP, first[1], self.dropped, first[3], 0])
-            self.dropped = 0
-        while self.pending and chars > 0:
-            row = self.pending.popleft()
-            chars -= 40 + (len(row[2]) if row[0] != GAP else 0)
-            rows.append(row)
-        for row in rows:
-            self._remember(row)
-        return rows
-
-    def picture(self, chars: int) -> list[Row]:
-        """The newest remembered rows, about `chars` of text, opened by a notice of what came before them."""
-        rows: deque[Row] = deque()
-        for row in reversed(self.remembered):
-            chars -= 40 + (len(row[2]) if row[0] != GAP else 0)
-            if chars < 0:
-                break
-            rows.appendleft(row)
-        earlier = self.counted - sum(map(_lines_in, rows))
-        return ([[GAP, rows[0][1] if rows else 0, earlier, 0, 0]] if earlier > 0 else []) + list(rows)
-
-    def sample(self, seconds: float, *mib: float | None) -> None:
-        """Add a point to the memory curve; when it has too many, every other one goes."""
-        self.samples.append([round(seconds, 1), *map(_whole, mib)])
-        if len(self.samples) > MOST_SAMPLES:
-            del self.samples[1::2]
-
-    def _remember(self, row: Row) -> None:
-        if self.remembered and _replaces(row, self.remembered[-1]):
-            self.remembered.pop()
-        self.remembered.append(row)
-        self.counted += _lines_in(row)
 
 
 class RunView(anywidget.AnyWidget):
     """The live view of one job: a lane per rank, memory, states, a Stop button. A `Sink`."""
 
     # A widget has one module; kept in two files.
-    _esm = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("view.js", "evidence.js"))
-    _css = Path(__file__).with_name("view.css")
+    _esm = "".join((_WEB / name).read_text(encoding="utf-8") for name in ("view.js", "evidence.js"))
+    _css = _WEB / "view.css"
     # What the job is: set once, at its beginning.
     job = traitlets.Dict().tag(sync=True)
     # The final picture, bounded: all that a view without a kernel has.
@@ -168,7 +79,7 @@ class RunView(anywidget.AnyWidget):
 
     # The sink: called by the watching thread.
 
-    def begin(self, run: Run, stop: Callable[[], None]) -> None:
+    def begin(self, run: ShownRun, stop: Callable[[], None]) -> None:
         """The job starts: its name goes out, the clock runs."""
         self._stop, self._start_ns = stop, time.time_ns()
         self._lanes = {rank: Lane() for rank in range(run.nproc)}
@@ -196,7 +107,7 @@ class RunView(anywidget.AnyWidget):
                 lane.skip(skipped - lane.skipped, round(now.elapsed_s, 2), 0)
         self._wake.set()
 
-    def end(self, run: Run) -> None:
+    def end(self, run: ShownRun) -> None:
         """The job has ended: the clock stops, the last lines go out, and the final picture is set."""
         self._over.set()
         self._wake.set()
@@ -267,8 +178,7 @@ class RunView(anywidget.AnyWidget):
             "state": "stopping" if self._stopping and now.state == "running" else now.state,
             "note": now.note,
             "ranks": [
-                [r.rank, r.kind, r.words, _whole(r.rss_mib), r.device, _whole(r.device_mib), r.attempt]
-                for r in now.ranks
+                [r.rank, r.kind, r.words, whole(r.rss_mib), r.device, whole(r.device_mib), r.attempt] for r in now.ranks
             ],
         }
 
@@ -322,7 +232,7 @@ def hear_clicks_while_busy(widget: Any) -> bool:
     return True
 
 
-def _ending(run: Run) -> dict[str, Any]:
+def _ending(run: ShownRun) -> dict[str, Any]:
     """What is known once the job is over. Without the verdict nothing in it tells one failed rank from another."""
     table = {row.rank: row for row in rows(run.ranks, [r.rank for r in run.ranks if r.role == "culprit"], run.revealed)}
     ranks = [_ended_rank(rank, table[rank.rank], run.revealed) for rank in run.ranks]
@@ -371,7 +281,7 @@ def _diagnosis(found: Diagnosis) -> dict[str, Any]:
 
 def _ended_rank(rank: Any, row: RankRow, revealed: bool) -> list[Any]:
     """[rank, role, words, type, message, line, peak MiB]; a role of "failed" names nobody."""
-    failure, peak = rank.failure, _whole(rank.peak_rss_mib)
+    failure, peak = rank.failure, whole(rank.peak_rss_mib)
     type_, message, line = (failure.type, failure.message, failure.line_text) if failure else ("", "", "")
     if revealed:
         words = row.words if row.silent_s is not None else rank.words
@@ -379,16 +289,3 @@ def _ended_rank(rank: Any, row: RankRow, revealed: bool) -> list[Any]:
     passed = getattr(rank, "exitcode", None) == 0 or rank.role == "passed"
     words = "passed" if passed else f"raised {type_}" if type_ and not type_.startswith(("SIG", "os.")) else rank.words
     return [rank.rank, "passed" if passed else "failed", words.split(": a consequence")[0], "", "", "", peak]
-
-
-def _replaces(row: Row, before: Row) -> bool:
-    """Whether `row` is the newer state of the open line `before`."""
-    return bool(before[4]) and before[0] == row[0] and before[3] == row[3]
-
-
-def _lines_in(row: Row) -> int:
-    return row[2] if row[0] == GAP else 1 - row[4]
-
-
-def _whole(mib: float | None) -> int | None:
-    return round(mib) if mib is not None and math.isfinite(mib) else None

@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ddpkit import __version__
 from ddpkit.display import notebook
 from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
@@ -247,7 +246,11 @@ def _spec(
         "stall_s": options.stall_s,
         "notes": [*target.notes, *filter(None, [shared.note])],
         "script": next(iter(target.files), ""),
-        "versions": {"python": sys.version.split()[0], "torch": metadata.version("torch"), "ddpkit": __version__},
+        "versions": {
+            "python": sys.version.split()[0],
+            "torch": metadata.version("torch"),
+            "ddpkit": metadata.version("ddpkit"),
+        },
         "started_ns": time.time_ns(),
         "launched_by": os.getpid(),
     }

@@ -43,6 +43,23 @@ def new_run_folder(name: str) -> Path:
         ) from None
 
 
+def packed(run: Path, target: str | Path | None, summary: str) -> Path:
+    """Write the run folder `run` into a zip and return its path: `target`, a file or a folder, or the working directory."""
+    path = Path(target) if target else Path(f"{run.name}.zip")
+    if path.is_dir():
+        path = path / f"{run.name}.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(run.rglob("*")):
+            name = str(Path(run.name) / file.relative_to(run))
+            if file.is_file() and file.name not in (*wire.PICKLED, wire.BALLAST):
+                archive.write(file, name)
+            elif file.is_fifo():
+                # That it is there says that the rank's process group came up.
+                archive.writestr(name, "")
+        archive.writestr(f"{run.name}/summary.txt", f"{summary}\n")
+    return path.resolve()
+
+
 def unpacked(bundle: Path) -> Path:
     """The run folder that `bundle` holds, a zip that `Run.bundle` wrote, unpacked beside the runs; pickled values stay out.
 

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import wire
+from .ranks import Rank
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from ddpkit.run import Run
 
 # Two ways of adding up the same float32 numbers stay below this share of the largest of them; a real fault is far above.
 TOLERANCE = 1e-5
@@ -75,36 +74,36 @@ class Recorded:
         return self.lengths != self.sizes
 
 
-def recorded(run: Run) -> tuple[Recorded, ...]:
-    """What each rank of `run` wrote down, in order; a rank that applied no step is not there."""
-    return tuple(found for rank in run.ranks if (found := _read(rank.folder, rank.rank)) is not None)
+def recorded(ranks: Sequence[Rank]) -> tuple[Recorded, ...]:
+    """What each rank wrote down, in order; a rank that applied no step is not there."""
+    return tuple(found for rank in ranks if (found := _read(rank.folder, rank.rank)) is not None)
 
 
-def replicas_apart(run: Run) -> float | None:
+def replicas_apart(ranks: Sequence[Rank]) -> float | None:
     """How far the ranks' parameters are apart at the end of the script; None where they do not all hold the same ones."""
-    ranks = recorded(run)
-    finals = [r.final for r in ranks if r.final is not None and not r.sharded]
-    alike = len({(r.names, r.lengths) for r in ranks}) == 1
-    if len(finals) < len(run.ranks) or not finals or not alike:
+    written = recorded(ranks)
+    finals = [r.final for r in written if r.final is not None and not r.sharded]
+    alike = len({(r.names, r.lengths) for r in written}) == 1
+    if len(finals) < len(ranks) or not finals or not alike:
         return None
     return _apart(finals)
 
 
-def apart_by_step(run: Run) -> list[float]:
+def apart_by_step(ranks: Sequence[Rank]) -> list[float]:
     """How far the ranks' parameters were apart after each step that all of them applied."""
-    ranks = recorded(run)
-    if len(ranks) < 2 or len({(r.names, r.lengths) for r in ranks}) > 1:
+    written = recorded(ranks)
+    if len(written) < 2 or len({(r.names, r.lengths) for r in written}) > 1:
         return []
-    steps = min(len(r.parameters) for r in ranks)
-    return [_apart([r.parameters[step] for r in ranks]) for step in range(steps)]
+    steps = min(len(r.parameters) for r in written)
+    return [_apart([r.parameters[step] for r in written]) for step in range(steps)]
 
 
-def off_one_process(run: Run, reference: Run) -> float | None:
-    """How far the parameters at the end, and the gradients of the last step, are from those of `reference`, a job of one rank.
+def off_one_process(ranks: Sequence[Rank], reference: Sequence[Rank]) -> float | None:
+    """How far the parameters at the end, and the gradients of the last step, are from those of a job of one rank.
 
     Matched by name. None where the two have no parameter of the same name and length, or did not come to their end.
     """
-    mine, theirs = recorded(run), recorded(reference)
+    mine, theirs = recorded(ranks), recorded(reference)
     if not mine or not theirs or theirs[0].final is None:
         return None
     expected = theirs[0].by_name(theirs[0].final)
@@ -133,9 +132,9 @@ class StepTime:
         return self.low <= other.high and other.low <= self.high
 
 
-def step_time(run: Run) -> StepTime | None:
+def step_time(ranks: Sequence[Rank]) -> StepTime | None:
     """How long a step took; None where fewer than two were applied."""
-    times = [s * 1e3 for r in recorded(run) for s in r.step_s[1:] or r.step_s]
+    times = [s * 1e3 for r in recorded(ranks) for s in r.step_s[1:] or r.step_s]
     return StepTime(*map(float, np.quantile(times, (0.25, 0.5, 0.75)))) if times else None
 
 

@@ -1,14 +1,12 @@
-"""Judges whether a `TrainConfig` can be trained with: each key by itself, then those that go together; all faults at once."""
+"""Judges whether settings can be trained with: each key by itself, then those that go together; all faults at once."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .training import TrainConfig
+from .keys import Values
 
 # What only DDP has.
 OF_DDP = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
@@ -22,12 +20,10 @@ class Job:
     device_type: str
 
 
-Rule = Callable[["TrainConfig", Job], Iterator[str]]
+Rule = Callable[[Values, Job], Iterator[str]]
 
 
-def faults(
-    config: TrainConfig, world_size: int, device_type: str, leave_out: Collection[str] = frozenset()
-) -> list[str]:
+def faults(config: Values, world_size: int, device_type: str, leave_out: Collection[str] = frozenset()) -> list[str]:
     """A sentence for each thing that is wrong. Nothing is said of keys in `leave_out`, nor of rules that need them."""
     alone = {name: key.fault(getattr(config, name)) for name, key in config.keys().items() if name not in leave_out}
     found = [sentence for sentence in alone.values() if sentence]
@@ -41,12 +37,12 @@ def faults(
     return found
 
 
-def remarks(config: TrainConfig, world_size: int, device_type: str) -> list[str]:
+def remarks(config: Values, world_size: int, device_type: str) -> list[str]:
     """What runs and will not do what it seems to promise."""
     return [sentence for rule in WORTH_SAYING for sentence in rule(config, Job(world_size, device_type))]
 
 
-def _heads(config: TrainConfig, job: Job) -> Iterator[str]:
+def _heads(config: Values, job: Job) -> Iterator[str]:
     if config.hidden_size % config.num_heads:
         yield (
             "model.hidden_size must be divisible by model.num_heads "
@@ -54,7 +50,7 @@ def _heads(config: TrainConfig, job: Job) -> Iterator[str]:
         )
 
 
-def _held_out(config: TrainConfig, job: Job) -> Iterator[str]:
+def _held_out(config: Values, job: Job) -> Iterator[str]:
     if config.eval_fraction and not config.eval_size:
         yield (
             f"data.eval_fraction {config.eval_fraction:g} of {config.dataset_size} samples is not one sample; "
@@ -62,7 +58,7 @@ def _held_out(config: TrainConfig, job: Job) -> Iterator[str]:
         )
 
 
-def _batches(config: TrainConfig, job: Job) -> Iterator[str]:
+def _batches(config: Values, job: Job) -> Iterator[str]:
     """Every rank must get a whole batch, and an epoch must hold a whole accumulation window."""
     batches = config.train_size // job.world_size // config.batch_size
     ranks = f"{job.world_size} rank{'s' * (job.world_size > 1)}"
@@ -79,7 +75,7 @@ def _batches(config: TrainConfig, job: Job) -> Iterator[str]:
         )
 
 
-def _amp(config: TrainConfig, job: Job) -> Iterator[str]:
+def _amp(config: Values, job: Job) -> Iterator[str]:
     if not config.use_amp and config.precision in ("bf16", "fp16"):
         yield (
             f"training.precision {config.precision} is mixed precision, and training.use_amp is false; "
@@ -87,17 +83,17 @@ def _amp(config: TrainConfig, job: Job) -> Iterator[str]:
         )
 
 
-def _backend(config: TrainConfig, job: Job) -> Iterator[str]:
+def _backend(config: Values, job: Job) -> Iterator[str]:
     if config.backend == "nccl" and job.device_type == "cpu":
         yield "distributed.backend nccl needs a GPU for each rank, and these ranks run on the CPU; take gloo, or none"
 
 
-def _nccl_or_not(config: TrainConfig, job: Job) -> Iterator[str]:
+def _nccl_or_not(config: Values, job: Job) -> Iterator[str]:
     if config.fallback and config.backend == "gloo":
         yield "distributed.fallback goes from nccl to gloo, and distributed.backend is gloo already; leave one of them out"
 
 
-def _graph(config: TrainConfig, job: Job) -> Iterator[str]:
+def _graph(config: Values, job: Job) -> Iterator[str]:
     if config.static_graph and config.find_unused_parameters:
         yield (
             "distributed.static_graph and distributed.find_unused_parameters exclude each other: a graph that never "
@@ -105,7 +101,7 @@ def _graph(config: TrainConfig, job: Job) -> Iterator[str]:
         )
 
 
-def _windows(config: TrainConfig, job: Job) -> Iterator[str]:
+def _windows(config: Values, job: Job) -> Iterator[str]:
     if config.static_graph and config.gradient_accumulation_steps > 1:
         yield (
             "distributed.static_graph and training.gradient_accumulation_steps exclude each other: DDP learns the graph in "
@@ -113,14 +109,14 @@ def _windows(config: TrainConfig, job: Job) -> Iterator[str]:
         )
 
 
-def _shards(config: TrainConfig, job: Job) -> Iterator[str]:
+def _shards(config: Values, job: Job) -> Iterator[str]:
     changed = [name for name in OF_DDP if getattr(config, name) != config.keys()[name].default]
     if config.parallel == "fsdp" and changed:
         names = " and ".join(f"distributed.{name}" for name in changed)
         yield f"{names} belong{'s' * (len(changed) == 1)} to ddp, and distributed.parallel is fsdp; leave out one or the other"
 
 
-def _fault(config: TrainConfig, job: Job) -> Iterator[str]:
+def _fault(config: Values, job: Job) -> Iterator[str]:
     if config.fault is None:
         return
     if not (found := re.fullmatch(r"[a-z]+:(\d+):\d+", config.fault)):
@@ -144,7 +140,7 @@ TOGETHER: tuple[tuple[tuple[str, ...], Rule], ...] = (
 )
 
 
-def _slow_precision(config: TrainConfig, job: Job) -> Iterator[str]:
+def _slow_precision(config: Values, job: Job) -> Iterator[str]:
     if job.device_type != "cpu" or not config.use_amp:
         return
     if config.precision == "fp16":
@@ -153,7 +149,7 @@ def _slow_precision(config: TrainConfig, job: Job) -> Iterator[str]:
         yield "training.precision bf16 on the CPU is faster than fp32 on those with bf16 instructions alone; auto takes fp32"
 
 
-def _warmup(config: TrainConfig, job: Job) -> Iterator[str]:
+def _warmup(config: Values, job: Job) -> Iterator[str]:
     steps = config.total_steps(job.world_size)
     if config.scheduler == "linear_warmup" and config.warmup_steps > steps:
         yield (
@@ -162,7 +158,7 @@ def _warmup(config: TrainConfig, job: Job) -> Iterator[str]:
         )
 
 
-def _cleanup(config: TrainConfig, job: Job) -> Iterator[str]:
+def _cleanup(config: Values, job: Job) -> Iterator[str]:
     if config.cleanup_interval:
         yield (
             f"intervals.cleanup_interval {config.cleanup_interval} frees no tensor that is in use, and costs time each "

@@ -275,7 +275,9 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     # The job as a whole.
     "unknown": _untold,
     "unknown/agent_failed": lambda f: f"torchrun ended before any rank had started: {f.ending.agent_error}",
-    "agent/agent_killed": lambda f: f"torchrun itself was killed by {f.ending.agent_signal}; its ranks were ended after it.",
+    "agent/agent_killed": lambda f: (
+        f"torchrun itself was killed by {f.ending.agent_signal}; its ranks were ended after it."
+    ),
     "agent/agent_failed": lambda f: f"every rank passed, but torchrun failed: {f.ending.agent_error}",
     "ended": lambda f: "",
     "passed": lambda f: "",

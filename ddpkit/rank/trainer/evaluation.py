@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,34 +12,35 @@ import torch.distributed as dist
 from ddpkit.rank.loading.loader import safe_loader
 
 if TYPE_CHECKING:
-    from .loop import Trainer
+    from ddpkit.rank.joining.process_group import Here
 
 
-def evaluate(trainer: Trainer, dataset: Any) -> float:
-    """Mean loss per sample of `dataset` over all ranks, the same on each; the model is left in training mode.
+def evaluate(
+    model: torch.nn.Module, loss_of: Callable[[Any], torch.Tensor], dataset: Any, batch_size: int, here: Here
+) -> float:
+    """Mean loss per sample of `dataset` over all ranks, the same on each; `loss_of` gives the mean loss of a batch.
 
     A sampler that pads would count some samples twice. Here the ranks' parts may differ by one sample, and a rank that has
     no batch left computes one that counts nothing: a sharded model, and DDP's buffers, need every rank in every forward.
     """
-    here, batch_size = trainer.here, trainer.config.batch_size
     loader = safe_loader(dataset, batch_size, here=here, shuffle=False, even=False, num_workers=0)
     rounds = math.ceil(math.ceil(len(dataset) / here.world_size) / batch_size)
     batches = iter(loader)
     sums = torch.zeros(2, dtype=torch.float64, device=here.device)
-    trainer.spread.model.eval()
-    with torch.no_grad(), trainer.optimization.autocast():
+    model.eval()
+    with torch.no_grad():
         spare: Any = None
         for _ in range(rounds):
             batch = next(batches, None)
             spare = spare if batch is None else batch
             if spare is None:
                 spare = torch.utils.data.default_collate([dataset[0]])
-            loss = trainer.compute_loss(moved(spare, here.device))
+            loss = loss_of(spare)
             if batch is not None:
                 sums += torch.stack(
                     [loss.double() * samples(batch), torch.tensor(float(samples(batch)), device=here.device)]
                 )
-    trainer.spread.model.train()
+    model.train()
     if dist.is_initialized():
         dist.all_reduce(sums)
     return float(sums[0] / sums[1])

@@ -242,7 +242,7 @@ class Trainer:
         if self.config.check_replicas:
             guard.check_replicas(self.spread.bare)
         if self.evaluation is not None:
-            self.score = evaluate(self, self.evaluation)
+            self.score = evaluate(self.spread.model, self.forward, self.evaluation, self.config.batch_size, self.here)
             logger.info("epoch %d is done: evaluation loss %.4f", self.epoch, self.score)
         self.epoch += 1
         self.loader.epoch = self.epoch

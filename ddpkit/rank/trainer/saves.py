@@ -5,20 +5,46 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ddpkit.rank.saving.checkpoint import CheckpointError, Checkpoints, Found
 
 if TYPE_CHECKING:
-    from .loop import Trainer
+    import torch
+
+    from ddpkit.rank.joining.process_group import Here
+    from ddpkit.rank.loading.loader import SafeLoader
+    from ddpkit.settings.training import TrainConfig
+
+    from .optimization import Optimization
 
 logger = logging.getLogger("ddpkit.rank")
+
+
+class Training(Protocol):
+    """What a checkpoint is made from: a `Trainer`."""
+
+    config: TrainConfig
+    here: Here
+    spread: Any
+    optimization: Optimization
+    loader: SafeLoader
+    step: int
+    epoch: int
+    mean_loss: float
+    score: float | None
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """The loss of a batch."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add its gradients to those that there are."""
 
 
 class Saves:
     """The checkpoints of `trainer`. With them a training that was ended anywhere has the same losses again, bit for bit."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Training) -> None:
         self._trainer = trainer
         self._checkpoints = Checkpoints(trainer.config.checkpoint_dir, trainer.here, trainer.config.keep_checkpoints)
         self._saved = -1

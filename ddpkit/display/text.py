@@ -1,0 +1,48 @@
+"""A run as text: the headline, the verdict, the diagnosis and a line for each rank; the same in every run."""
+
+from __future__ import annotations
+
+from ddpkit.diagnosis.rows import diagnosis_line, text_lines
+from ddpkit.runfolder.stable import stable
+
+from .shown import ShownRun
+
+
+def as_text(run: ShownRun) -> str:
+    """The whole text form."""
+    lines = [headline(run)]
+    if run.state not in ("running", "passed"):
+        if run.revealed and run.verdict.sentence:
+            lines.append(f"  {run.verdict.sentence}")
+        if run.revealed and run.diagnosis:
+            lines.append(f"  diagnosis: {diagnosis_line(run.diagnosis)}")
+        lines += [f"  {line}" for line in text_lines(run.rows)]
+    lines += [f"  note: {note}" for note in run.notes]
+    return "\n".join(lines)
+
+
+def headline(run: ShownRun) -> str:
+    """`broken → failed · 2 ranks · rank 1: ValueError, line 7: raise ValueError("boom")`."""
+    parts = [f"{run.name} → {run.state.replace('_', ' ')}", ranks_counted(run.nproc)]
+    if run.state != "running" and run.revealed and run.culprit is not None:
+        parts.append(_who(run))
+    return " · ".join(parts)
+
+
+def _who(run: ShownRun) -> str:
+    culprit = run.culprit
+    named = list(culprit) if isinstance(culprit, tuple) else [culprit]
+    subject = "rank " + ", ".join(map(str, named))
+    if culprit == "every rank":
+        subject, named = "every rank", [rank.rank for rank in run.ranks]
+    first = next((row for row in run.rows if row.rank in named), None)
+    if first is None:
+        return f"{subject}: at fault"
+    failure = next(rank for rank in run.ranks if rank.rank == first.rank).failure
+    words = stable(failure.type) if failure and first.message else first.words
+    return f"{subject}: {words}, {first.where}" if first.where else f"{subject}: {words}"
+
+
+def ranks_counted(number: int) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} rank" if number == 1 else f"{number} ranks"
