@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .diagnosis.rows import Row, rows
-from .diagnosis.run import Diagnosis, diagnose
+from .diagnosis.run import Diagnosis, diagnose, of_replicas
 from .display.lane_words import lane_words
 from .display.text import as_text, headline, ranks_counted
 from .runfolder import wire
 from .runfolder.account import Account, Ending, read_account
 from .runfolder.folders import packed, unpacked
 from .runfolder.ranks import Rank
+from .runfolder.replicas import Replicas, compare
 from .verdict.finding import Culprit, Verdict
 from .verdict.judge import judge, judge_job
 
@@ -153,13 +154,28 @@ class Run:
         """The rank at fault; a tuple of ranks or "every rank" where they fail alike; None where none can be named."""
         return self.verdict.culprit
 
+    @cached_property
+    def _replicas(self) -> Replicas | None:
+        return compare(self._known[0].last_attempt) if self.ok and self._spec.get("expect_replicas", True) else None
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Whether the ranks' DDP models are the same at the end: "equal", or "0.41 apart, first in head.weight".
+
+        A string that also has `apart` and `buffers`. None where nothing can be compared: the job did not pass, a rank had
+        no DDP model when its process group went, or the ranks took other numbers of optimizer steps.
+        """
+        return self._replicas if self._is_over() else None
+
     @property
     def diagnosis(self) -> Diagnosis | None:
-        """What went wrong, by the catalog, with the lines that tell it; None for a run that passed or still goes on."""
+        """What went wrong, by the catalog, with the lines that tell it; None for a job that goes on, or passed as it should."""
         return self._diagnosis if self._is_over() else None
 
     @cached_property
     def _diagnosis(self) -> Diagnosis | None:
+        if self.replicas and self.replicas.apart:
+            return of_replicas(self.replicas)
         return diagnose(self.ranks, self.verdict, self.torchrun_log)
 
     @property

@@ -12,7 +12,15 @@ from pathlib import Path
 from ddpkit.runfolder import wire
 
 # Nothing is judged by these.
-DROPPED = (wire.RANK_PYTHON, wire.BALLAST, wire.PROGRESS, wire.STEP_VALUES, wire.FINAL_VALUES, wire.MEMORY)
+DROPPED = (
+    wire.RANK_PYTHON,
+    wire.BALLAST,
+    wire.PROGRESS,
+    wire.STEP_VALUES,
+    wire.FINAL_VALUES,
+    wire.REPLICA_VALUES,
+    wire.MEMORY,
+)
 SUFFIX = ".tar.xz"
 REPOSITORY = Path(__file__).parents[1]
 

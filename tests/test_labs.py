@@ -13,8 +13,8 @@ from conftest import RECORDS, left_after
 import ddpkit
 from ddpkit.course import lab as labs
 from ddpkit.course.lab import Lab, Remedy
-from ddpkit.course.trial import Trials
-from ddpkit.runfolder import wire
+from ddpkit.course.trial import Outcome, Trials
+from ddpkit.runfolder import steps, wire
 
 ALL = labs.labs()
 # Of these an older torch, which records no collectives of gloo, tells less, or dies of something else.
@@ -80,6 +80,7 @@ def test_what_is_broken_ends_as_said(lab: Lab) -> None:
         assert run.culprit == lab.culprit, str(run)
         assert run.diagnosis is not None and run.diagnosis.name == (lab.page or lab.name), str(run)
     assert str(ddpkit.Run.from_folder(run.folder)) == str(run)
+    replicas_are_told(outcome)
 
 
 @pytest.mark.parametrize(("lab", "remedy"), every_remedy("cure", "costly", "decoy"))
@@ -88,6 +89,16 @@ def test_what_is_said_of_a_remedy_is_true(lab: Lab, remedy: Remedy) -> None:
     outcome = trials(lab).outcome(run, remedy.keeps)
     assert outcome.ends == (remedy.ends or "cures"), f"{outcome}\n{run}"
     assert outcome.comparable == (remedy.keeps and run.ok)
+    replicas_are_told(outcome)
+
+
+def replicas_are_told(outcome: Outcome) -> None:
+    """What the run says of its DDP models agrees with what the bench finds in the optimizers."""
+    run, apart = outcome.run, outcome.replicas_apart
+    if run.ok and apart is not None and not steps.equal(apart):
+        assert run.replicas is not None and run.replicas.apart, f"{apart} apart: {run}"
+    elif run.replicas is not None:
+        assert run.replicas == "equal", f"{apart} apart: {run}"
 
 
 @pytest.mark.labs

@@ -19,7 +19,7 @@ from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import shortened, stable
 from ddpkit.verdict.finding import Culprit, Verdict
 
-from .pages import Page, Signature, pages
+from .pages import Page, Signature, page, pages
 
 Confidence = Literal["certain", "likely", "unknown"]
 
@@ -392,3 +392,9 @@ def _what_to_collect(kind: str, others: Sequence[Rank]) -> str:
     elif kind not in ("gave_up", "peer_lost", "all_waiting", "stuck", "init_waiting", "timed_out"):
         again = "Look at run.ranks[i].stderr and .stack of each rank; launch again with PYTHONFAULTHANDLER=1 in env=."
     return again
+
+
+def of_replicas(said: str) -> Diagnosis:
+    """The diagnosis of a job that passed with replicas that are `said`, such as "0.41 apart, first in head.weight"."""
+    name = "replicas_differ"
+    return Diagnosis(name, page(name).title, f"The replicas are {said}.", None, (), (), "certain", "")

@@ -12,21 +12,23 @@ from ddpkit.runfolder.stable import stable
 from . import text
 from .shown import ShownRun
 
-_COLOURS = {"passed": "#1a7f37", "running": "#0969da", "stopped": "#6e7781"}
+_COLOURS = {"passed": "#1a7f37", "running": "#0969da", "stopped": "#6e7781", "apart": "#9a6700"}
 
 
 def as_html(run: ShownRun, below_view: bool = False) -> str:
     """`run` as HTML; below a live view, which has told all of it already, folded under the headline."""
-    headline = _headline(text.headline(run), run.state)
+    apart = run.state == "passed" and run.diagnosis is not None and run.revealed
+    headline = _headline(text.headline(run), "apart" if apart else run.state)
     notes = "".join(f"<div>note: {escape(note)}</div>" for note in run.notes)
-    if run.state in ("running", "passed"):
+    if run.state in ("running", "passed") and not apart:
         return f'<div class="ddpkit-run"><div>{headline}</div>{notes}</div>'
     parts = []
-    if run.revealed and run.verdict.sentence:
-        parts.append(f"<div>{escape(run.verdict.sentence)}</div>")
+    if run.revealed and text.what_happened(run):
+        parts.append(f"<div>{escape(text.what_happened(run))}</div>")
     if run.revealed and run.diagnosis:
         parts.append(_diagnosis(run.diagnosis))
-    parts.append(f"<table>{''.join(map(_row, run.rows))}</table>{_stacks(run.rows)}")
+    if not apart:
+        parts.append(f"<table>{''.join(map(_row, run.rows))}</table>{_stacks(run.rows)}")
     closed = "" if below_view else " open"
     body = f"<details{closed}><summary>{headline}</summary>{''.join(parts)}</details>"
     return f'<div class="ddpkit-run">{body}{notes}</div>'

@@ -7,6 +7,7 @@ from typing import Protocol
 from ddpkit.diagnosis.rows import Row
 from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.runfolder.ranks import Rank
+from ddpkit.runfolder.replicas import Replicas
 from ddpkit.verdict.finding import Culprit, Verdict
 
 
@@ -37,5 +38,7 @@ class ShownRun(Protocol):
     def verdict(self) -> Verdict: ...
     @property
     def diagnosis(self) -> Diagnosis | None: ...
+    @property
+    def replicas(self) -> Replicas | None: ...
     @property
     def notes(self) -> tuple[str, ...]: ...

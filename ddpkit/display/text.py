@@ -11,19 +11,28 @@ from .shown import ShownRun
 def as_text(run: ShownRun) -> str:
     """The whole text form."""
     lines = [headline(run)]
-    if run.state not in ("running", "passed"):
-        if run.revealed and run.verdict.sentence:
-            lines.append(f"  {run.verdict.sentence}")
-        if run.revealed and run.diagnosis:
+    if run.revealed:
+        if what_happened(run):
+            lines.append(f"  {what_happened(run)}")
+        if run.diagnosis:
             lines.append(f"  diagnosis: {diagnosis_line(run.diagnosis)}")
+    if run.state not in ("running", "passed"):
         lines += [f"  {line}" for line in text_lines(run.rows)]
     lines += [f"  note: {note}" for note in run.notes]
     return "\n".join(lines)
 
 
+def what_happened(run: ShownRun) -> str:
+    """The verdict; of a job that passed with replicas that are apart, so much."""
+    return run.verdict.sentence or (run.diagnosis.sentence if run.diagnosis else "")
+
+
 def headline(run: ShownRun) -> str:
     """`broken → failed · 2 ranks · rank 1: ValueError, line 7: raise ValueError("boom")`."""
-    parts = [f"{run.name} → {run.state.replace('_', ' ')}", ranks_counted(run.nproc)]
+    state = run.state.replace("_", " ")
+    if run.revealed and run.replicas and run.replicas.apart:
+        state += f", but the replicas are {run.replicas.apart}"
+    parts = [f"{run.name} → {state}", ranks_counted(run.nproc)]
     if run.state != "running" and run.revealed and run.culprit is not None:
         parts.append(_who(run))
     return " · ".join(parts)

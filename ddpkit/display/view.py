@@ -25,6 +25,7 @@ from ddpkit.runfolder.frames import Frame
 from .lane import MOST_PENDING, MOST_REMEMBERED, Lane, whole
 from .shown import ShownRun
 from .sink import Line, Now
+from .text import what_happened
 
 _WEB = Path(__file__).with_name("web")
 TICK_S = 0.04
@@ -236,9 +237,9 @@ def _ending(run: ShownRun) -> dict[str, Any]:
     """What is known once the job is over. Without the verdict nothing in it tells one failed rank from another."""
     table = {row.rank: row for row in rows(run.ranks, [r.rank for r in run.ranks if r.role == "culprit"], run.revealed)}
     ranks = [_ended_rank(rank, table[rank.rank], run.revealed) for rank in run.ranks]
-    sentence, alike = (run.verdict.sentence, run.culprit == "every rank") if run.revealed else ("", False)
+    sentence, alike = (what_happened(run), run.culprit == "every rank") if run.revealed else ("", False)
     said = {"alike": alike, "note": " ".join(run.notes), "endings": ranks}
-    if run.state == "passed":
+    if run.state == "passed" and not sentence:
         return {"over": True, **said, "still": None}
     diagnosis = _diagnosis(run.diagnosis) if run.revealed and run.diagnosis else None
     seen = {"sentence": sentence, "rows": [_row(row) for row in table.values()], "diagnosis": diagnosis}

@@ -47,6 +47,7 @@ def launch(
     max_restarts: int = 0,
     torchrun: Sequence[str] = (),
     share_gpu: bool = False,
+    expect_replicas: bool = True,
     **unknown: Any,
 ) -> Run:
     """Start a real torchrun job on this machine and return its `Run`. A job that fails raises nothing, as with `subprocess.run`.
@@ -71,6 +72,7 @@ def launch(
         max_restarts: how often torchrun starts the ranks anew after a failure.
         torchrun: further options for torchrun itself, such as ["--rdzv-conf", "timeout=60"].
         share_gpu: let more NCCL ranks than GPUs share these, over sockets, to see NCCL's own errors on one GPU; slow.
+        expect_replicas: False where the ranks' DDP models are meant to end with other parameters; see `Run.replicas`.
 
     Raises:
         LaunchError: the job cannot be started as asked; nothing was started.
@@ -91,6 +93,7 @@ def launch(
         reveal=reveal,
         warm=warm,
         share_gpu=share_gpu,
+        expect_replicas=expect_replicas,
     )
     refuse_inside_a_rank()
     return start(resolve(target, args, kwargs or {}), options, wait=wait, check=check, show=show)
@@ -126,6 +129,8 @@ def start(
     spec = _spec(target, options, command, env, backend, shared) | {"program": "" if program == "-m" else program}
     save_spec(folder, spec)
     env[wire.ENV_RUN] = str(folder)
+    if not options.expect_replicas:
+        env[wire.ENV_REPLICAS] = "0"
     job = Job(
         folder,
         Start(
@@ -244,6 +249,7 @@ def _spec(
         "env": changed,
         "timeout_s": options.timeout_s,
         "stall_s": options.stall_s,
+        "expect_replicas": options.expect_replicas,
         "notes": [*target.notes, *filter(None, [shared.note])],
         "script": next(iter(target.files), ""),
         "versions": {

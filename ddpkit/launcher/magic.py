@@ -48,6 +48,7 @@ def parser() -> MagicParser:
         ("share-gpu", "let more NCCL ranks than GPUs share these"),
         ("check", "raise JobFailed unless the job passes"),
         ("no-reveal", "keep the verdict back"),
+        ("no-expect-replicas", "raise no alarm where the replicas are apart"),
         ("quiet", "show nothing"),
         ("text", "stream rank-tagged text instead of the live view"),
     ):
@@ -82,6 +83,7 @@ def torchrun(line: str, cell: str, namespace: dict[str, Any]) -> None:
         reveal=not asked.no_reveal,
         warm=not asked.no_warm,
         share_gpu=asked.share_gpu,
+        expect_replicas=not asked.no_expect_replicas,
     )
     name = asked.bind or "cell"
     show: bool | str = False if asked.quiet else "text" if asked.text else True

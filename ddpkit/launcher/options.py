@@ -20,7 +20,7 @@ EXIT_CODES = {"passed": 0, "stopped": 130, "timed_out": 124, "hung": 124}
 # What `launch` takes, for whoever mistypes one of them.
 LAUNCH_OPTIONS = (
     "target args kwargs nproc backend env timeout stall stop_on_stall warm wait check show name reveal max_restarts torchrun "
-    "share_gpu"
+    "share_gpu expect_replicas"
 ).split()
 
 # NCCL refuses two ranks on one GPU of one host. With an NCCL_HOSTID for each rank, which `rank/joining/process_group.py`
@@ -50,6 +50,7 @@ class Options:
     reveal: bool
     warm: bool
     share_gpu: bool = False
+    expect_replicas: bool = True
 
 
 def checked_options(
@@ -66,6 +67,7 @@ def checked_options(
     warm: bool = True,
     name: str | None = None,
     share_gpu: bool = False,
+    expect_replicas: bool = True,
 ) -> Options:
     """The options as asked for, each checked.
 
@@ -89,6 +91,7 @@ def checked_options(
         reveal=reveal,
         warm=warm,
         share_gpu=share_gpu,
+        expect_replicas=expect_replicas,
     )
 
 

@@ -26,7 +26,7 @@ from pathlib import Path  # noqa: E402
 from types import ModuleType  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
-from ddpkit.recorder import abort, collectives, failure, signals, steps, store_keys, watched_calls  # noqa: E402
+from ddpkit.recorder import abort, collectives, failure, replicas, signals, steps, store_keys, watched_calls  # noqa: E402
 from ddpkit.runfolder import wire  # noqa: E402
 
 # Neither Slurm, Lightning nor Python itself uses it; SIGUSR1 is theirs.
@@ -175,6 +175,7 @@ def say_finished(left_at: dict[str, Any] | None = None) -> None:
             wire.write_record(folder / wire.FINISHED, {"at_ns": time.time_ns(), "left_at": left_at})
         collectives.note()
         steps.finish()
+        replicas.note_at_the_end()
 
 
 def _kept_open(path: Path) -> int:

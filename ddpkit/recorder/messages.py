@@ -8,6 +8,7 @@ import contextlib
 import sys
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from types import FrameType
 from typing import Any
 
 from . import failure
-from .values import OF_OBJECTS, number_of
 
 MOST = 2000
+# To sum these up takes some microseconds.
+MOST_SUMMED = 32_768
+PLAIN = (str, int, float, bool, type(None))
+OF_OBJECTS = ("all_gather_object", "broadcast_object_list")
 # The arguments of a collective that are looked at.
 ASKED = ("dst", "src", "tensor", "input_tensor", "op", "obj", "object_list", "async_op")
 
@@ -105,7 +109,7 @@ def begin_call(op: str, asked: Mapping[str, Any]) -> Called:
     """A call of a collective begins; `asked` are those of its arguments that are named in `ASKED`. To be ended by its `end()`."""
     reduces = getattr(asked.get("op"), "name", "SUM") if op == "all_reduce" else "object" if op in OF_OBJECTS else ""
     async_op = bool(asked.get("async_op"))
-    call = Called(time.time_ns(), op, _other_rank(asked), number_of(op, asked), reduces, async_op)
+    call = Called(time.time_ns(), op, _other_rank(asked), _number_of(op, asked), reduces, async_op)
     _called.append(call)
     return call
 
@@ -132,3 +136,19 @@ def _other_rank(asked: Mapping[str, Any]) -> int | None:
         with contextlib.suppress(Exception):
             other = sys.modules["torch.distributed"].get_global_rank(asked["group"], within)
     return other
+
+
+def _number_of(op: str, asked: Mapping[str, Any]) -> float | None:
+    """The number that this rank brings to a collective of these arguments, or the sum of those; None where it brings too many, or
+    has them on a GPU, for which one would have to wait. Of an object, the checksum of a plain one."""
+    with contextlib.suppress(Exception):
+        if op in OF_OBJECTS:
+            told = asked["obj" if "obj" in asked else "object_list"]
+            return float(zlib.crc32(repr(told).encode())) if isinstance(told, PLAIN) else None
+        tensor = asked["tensor"] if "tensor" in asked else asked["input_tensor"]
+        if (op.startswith("all_") or op == "broadcast") and tensor.device.type == "cpu":
+            if tensor.numel() == 1:
+                return float(tensor.detach().item())
+            if 1 < tensor.numel() <= MOST_SUMMED:
+                return float(tensor.detach().sum(dtype=sys.modules["torch"].float64))
+    return None

@@ -16,7 +16,7 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-from . import collectives, failure, messages, store_keys, values
+from . import collectives, failure, messages, replicas, store_keys
 
 _WATCHED = "torch.distributed.distributed_c10d"
 _IN_C = "torch._C._distributed_c10d"
@@ -32,6 +32,8 @@ def arm() -> None:
     """
     if _WATCHED not in sys.modules:
         meet(_WATCHED, _watch)
+        meet("torch.nn.parallel.distributed", replicas.follow_models)
+        meet("torch.optim.optimizer", replicas.count_steps)
 
 
 def meet(name: str, then: Callable[[ModuleType], None]) -> None:
@@ -45,7 +47,7 @@ def meet(name: str, then: Callable[[ModuleType], None]) -> None:
 def _watch(module: ModuleType) -> None:
     calls = {"init_process_group": _joining, "destroy_process_group": _leaving}
     calls |= dict.fromkeys(("send", "recv", "isend", "irecv"), _exchanging)
-    calls |= dict.fromkeys((*_FROM_ONE_OR_TO_ONE, *_FOR_ALL, *values.OF_OBJECTS), _calling)
+    calls |= dict.fromkeys((*_FROM_ONE_OR_TO_ONE, *_FOR_ALL, *messages.OF_OBJECTS), _calling)
     for name, watched in calls.items():
         module.__dict__[name] = watched(module.__dict__[name])
     module.__dict__["new_group"] = _grouping(module.__dict__["new_group"])
@@ -178,6 +180,8 @@ def _leaving(destroy: Callable[..., Any]) -> Callable[..., Any]:
         in_flight = sys.exc_info()[1]
         if in_flight is not None:
             failure.note(in_flight)
+        if (args or [kwargs.get("group")])[0] in (None, sys.modules[_WATCHED].GroupMember.WORLD):
+            replicas.note()
         collectives.remember_groups()
         return destroy(*args, **kwargs)
 

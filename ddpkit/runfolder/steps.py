@@ -143,6 +143,11 @@ def equal(difference: float | None) -> bool:
     return difference is not None and difference <= TOLERANCE
 
 
+def apart_bytes(contents: Sequence[bytes]) -> float:
+    """The largest difference between any two of these, each the float32 values of one tensor on one rank."""
+    return _apart([np.frombuffer(content, np.float32) for content in contents])
+
+
 def _assembled(ranks: Sequence[Recorded]) -> dict[str, NDArray[np.float32]]:
     """The parameters at the end, from rank 0, or put together from the parts of all."""
     first = ranks[0]

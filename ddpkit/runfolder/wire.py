@@ -23,6 +23,8 @@ ENV_WARM_IDLE_S = "DDPKIT_WARM_IDLE_S"
 ENV_STEPS = "DDPKIT_STEPS"
 # "RANK:STEP": that rank raises before it applies that step, to see whether the job ends with an exit code that says so.
 ENV_FAULT = "DDPKIT_FAULT"
+# "0": the caller does not expect equal replicas, and the ranks write none down.
+ENV_REPLICAS = "DDPKIT_REPLICAS"
 # What a program of the exercises draws its data from; and, in one process, how many ranks it stands for.
 ENV_SEED = "DDPKIT_SEED"
 ENV_RANKS = "DDPKIT_RANKS"
@@ -77,6 +79,8 @@ STEPS = "steps.json"
 STEP_TIMES = "steps.jsonl"
 STEP_VALUES = "steps.f32"
 FINAL_VALUES = "final.f32"
+REPLICAS = "replicas.json"
+REPLICA_VALUES = "replicas.f32"
 MEMORY = "memory.jsonl"
 STACK = "stack.txt"
 CRASH = "crash.txt"
