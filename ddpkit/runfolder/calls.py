@@ -121,25 +121,57 @@ def given_up_by_watchdog(words: str, where: Frame | None) -> Collective | None:
     return Collective(int(said["seq"]), op, group, "default_pg" if group == "0" else "", (), (), (), 0, False, where)
 
 
-def read_exchanges(path: Path) -> tuple[Collective, ...]:
-    """The sends and receives in the record at `path`, oldest first, each as a call of this rank and its peer."""
-    return _calls(path, "exchanged", "")
+@dataclass(frozen=True)
+class Made:
+    """The calls that a rank made: the collectives it joined; `calls`, these and its sends and receives as they came; `keyed`,
+    the calls of a store.
+
+    `requested`: the ranks with which it was in a send or receive, or had begun one and not waited for it. `awaited`: the keys
+    of a store that it waits for; `last_keys`: those of the last call; `keys_set`: those it has set, each with its line.
+    `groups`: the global ranks of each process group that it is in; `groups_asked`: the ranks that it named for each new
+    one, () for all.
+    """
+
+    collectives: tuple[Collective, ...]
+    calls: tuple[Collective, ...]
+    keyed: tuple[Collective, ...]
+    requested: tuple[int, ...]
+    awaited: tuple[str, ...]
+    last_keys: tuple[str, ...]
+    keys_set: Mapping[str, Frame | None]
+    groups: tuple[tuple[int, ...], ...]
+    groups_asked: tuple[tuple[int, ...], ...]
 
 
-def read_keyed(path: Path) -> tuple[Collective, ...]:
-    """The calls of a store in the record at `path`, oldest first, as of a group of its own."""
-    return _calls(path, "keyed", "store")
-
-
-def read_keys_set(path: Path) -> dict[str, Frame | None]:
-    """The keys of a store that were set, in the record at `path`, each with the last line that set it."""
+def read_made(path: Path) -> Made:
+    """The calls in the record at `path`, oldest first; none where there is none."""
     record = wire.read_record(path) or {}
+    collectives, keyed = _collectives(record), record.get("keyed", [])
+    exchanges = _calls(record.get("exchanged", []), "")
+    return Made(
+        collectives,
+        calls=tuple(sorted((*collectives, *exchanges), key=lambda call: call.at_ns)),
+        keyed=_calls(keyed, "store"),
+        requested=tuple(record.get("requested", ())),
+        awaited=tuple(record.get("awaited", ())),
+        last_keys=tuple(keyed[-1]["keys"]) if keyed else (),
+        keys_set=_keys_set(record),
+        groups=tuple(map(tuple, record.get("groups", ()))),
+        groups_asked=tuple(map(tuple, record.get("groups_asked", ()))),
+    )
+
+
+def _keys_set(record: Mapping[str, Any]) -> dict[str, Frame | None]:
     calls = [call for call in record.get("keyed", []) if call["op"] == "set"] + record.get("set_beside", [])
-    return {key: Frame(**call["where"]) if call["where"] else None for call in calls for key in call["keys"]}
+    return {key: _frame(call["where"]) for call in calls for key in call["keys"]}
 
 
-def _calls(path: Path, name: str, group: str) -> tuple[Collective, ...]:
-    record = wire.read_record(path) or {}
+def _frame(where: Mapping[str, Any] | None) -> Frame | None:
+    return Frame(**where) if where else None
+
+
+def _calls(entries: Sequence[Mapping[str, Any]], group: str) -> tuple[Collective, ...]:
+    """Sends and receives, each as a call of this rank and its peer, or calls of a store, as of a group of its own."""
     return tuple(
         Collective(
             seq=number,
@@ -151,17 +183,15 @@ def _calls(path: Path, name: str, group: str) -> tuple[Collective, ...]:
             dtypes=(),
             at_ns=entry["at_ns"],
             done=True,
-            where=Frame(**entry["where"]) if entry["where"] else None,
+            where=_frame(entry["where"]),
             tag=entry.get("tag", 0),
         )
-        for number, entry in enumerate(record.get(name, []), 1)
+        for number, entry in enumerate(entries, 1)
     )
 
 
-def read_collectives(path: Path) -> tuple[Collective, ...]:
-    """The record at `path`, oldest first; empty where there is none. Sends and receives are left out: each is a matter of
-    two ranks, and counted apart."""
-    record = wire.read_record(path) or {}
+def _collectives(record: Mapping[str, Any]) -> tuple[Collective, ...]:
+    """Without sends and receives: each of those is a matter of two ranks, and counted apart."""
     last: dict[str, int] = {}
     setups: Counter[str] = Counter()
     found = []
@@ -174,7 +204,6 @@ def read_collectives(path: Path) -> tuple[Collective, ...]:
 
 
 def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
-    where = entry["where"]
     return Collective(
         setup=setup,
         seq=entry["seq"],
@@ -186,7 +215,7 @@ def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
         dtypes=tuple(entry["dtypes"]),
         at_ns=entry["at_ns"],
         done=entry["done"],
-        where=Frame(**where) if where else None,
+        where=_frame(entry["where"]),
         backend=entry.get("backend", ""),
         root=entry.get("root"),
         brings=entry.get("brings"),
@@ -194,10 +223,6 @@ def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
         over_ns=entry.get("over_ns", 0),
         path=tuple(entry.get("path", ())),
     )
-
-
-def in_time(history: Sequence[Collective]) -> list[Collective]:
-    return sorted(history, key=lambda collective: collective.at_ns)
 
 
 def first_split(calls: Mapping[int, Sequence[Collective]]) -> Together:

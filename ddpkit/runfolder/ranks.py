@@ -10,59 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from . import wire
-from .calls import (
-    Collective,
-    given_up_by_watchdog,
-    in_time,
-    read_collectives,
-    read_exchanges,
-    read_keyed,
-    read_keys_set,
-)
+from .calls import Collective, Made, given_up_by_watchdog, read_made
 from .failures import LEAVES, Failure, read_failure
 from .frames import Frame, stack_frames
+from .logs import log_folder, log_text
+from .looks import Joining, Look, read_joining, read_look
 from .stable import shortened, stable
 
 # What a program catches every day and goes on.
 _ORDINARY = ("StopIteration", "KeyError", "Empty")
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a rank was found when nothing moved, while it lived; `why` is what made ddpkit look: "stall", "timeout", "failure".
-
-    `state` is the system's word (running, sleeping, stopped, ...), `busy` the share of a core it used lately, `gpu_busy`
-    that of its GPU (None without one), `silent_s` the seconds since its last progress. `workers` are the stacks of its
-    DataLoader workers by pid, `dead_workers` and `stopped_workers` how many have died and how many are stopped; `peer` is the
-    rank that a blocking send or receive waits for. `inside` are the C++ functions in which it sleeps with the GIL, innermost
-    first. `locked_by` is the rank that holds the lock on a file for which it waits.
-    """
-
-    at_ns: int
-    why: str
-    state: str
-    busy: float
-    silent_s: float
-    rss_mib: float | None
-    workers: tuple[tuple[int, str], ...]
-    gpu_busy: float | None = None
-    peer: int | None = None
-    dead_workers: int = 0
-    stopped_workers: int = 0
-    inside: tuple[str, ...] = ()
-    locked_by: int | None = None
-
-
-@dataclass(frozen=True)
-class Joining:
-    """Whom a rank tried to join as its process group came up: the store's address, the numbers it gave for itself, and from
-    which of the user's lines."""
-
-    at_ns: int
-    master: str
-    rank: int
-    world_size: int
-    where: Frame | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -173,22 +129,12 @@ class Rank:
     @cached_property
     def look(self) -> Look | None:
         """How this rank was found when the job last stood still; None where it did not, or went on by itself."""
-        record = wire.read_record(self.folder / wire.LOOK)
-        if record is None:
-            return None
-        # A run folder may be an older ddpkit's, which wrote down more.
-        known = {name: record[name] for name in Look.__dataclass_fields__ if name in record}
-        workers = tuple((pid, stack) for pid, stack in record["workers"])
-        return Look(**{**known, "workers": workers, "inside": tuple(record.get("inside", ()))})
+        return read_look(self.folder / wire.LOOK)
 
     @cached_property
     def joining(self) -> Joining | None:
         """Whom this rank tried to join; None where it never called `init_process_group`."""
-        record = wire.read_record(self.folder / wire.JOINING)
-        if record is None:
-            return None
-        where = record.get("where")
-        return Joining(**{**record, "where": Frame(**where) if where else None})
+        return read_joining(self.folder / wire.JOINING)
 
     @cached_property
     def store(self) -> str:
@@ -200,25 +146,25 @@ class Rank:
         """Whether its process group came up; from then on it can be asked for its collectives."""
         return bool(self.collectives) or self.joining is None or (self.folder / wire.ASK).exists()
 
-    @property
-    def _collectives_path(self) -> Path:
-        """Where its collectives are as it was asked for them, or as it wrote them down itself as it failed or came to its end."""
+    @cached_property
+    def made(self) -> Made:
+        """Every call that it made, as last recorded: when it was asked, or by itself as it failed or came to its end."""
         asked, own = self.folder / wire.COLLECTIVES_ASKED, self.folder / wire.COLLECTIVES
         ended = self.failure is not None or self.exitcode == 0
-        return own if (ended and own.exists()) or not asked.exists() else asked
+        return read_made(own if (ended and own.exists()) or not asked.exists() else asked)
 
-    @cached_property
+    @property
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives that this rank joined, oldest first, as last recorded: at a stall, a failure, or its end."""
-        return read_collectives(self._collectives_path)
+        return self.made.collectives
 
-    @cached_property
+    @property
     def calls(self) -> tuple[Collective, ...]:
         """The collectives, and between them the sends and receives that this rank began; each as it came."""
-        return tuple(in_time((*self.collectives, *read_exchanges(self._collectives_path))))
+        return self.made.calls
 
-    def exchanged_with(self, peer: int, op: str = "") -> list[Collective]:
-        """The sends and receives of this rank with that one, in turn; with "send" or "recv" as `op`, those alone."""
+    def exchanged_with(self, peer: int, op: str) -> list[Collective]:
+        """Its sends to that rank, or its receives from it, in turn; `op` is "send" or "recv"."""
         return [c for c in self.calls if c.is_exchange and op in c.op and c.ranks == (peer,)]
 
     def joined(self, call: Collective) -> Collective | None:
@@ -236,42 +182,12 @@ class Rank:
         return True
 
     @cached_property
-    def requested(self) -> tuple[int, ...]:
-        """The ranks with which this one was in a send or receive, or had begun one and not waited for it; recorded with
-        `collectives`."""
-        return tuple((wire.read_record(self._collectives_path) or {}).get("requested", ()))
-
-    @cached_property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The global ranks of each process group that this rank is in; recorded with `collectives`."""
-        return tuple(map(tuple, (wire.read_record(self._collectives_path) or {}).get("groups", ())))
-
-    @cached_property
-    def groups_asked(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that this one named for each new process group, () for all; recorded with `collectives`."""
-        asked = (wire.read_record(self._collectives_path) or {}).get("groups_asked", ())
-        return tuple(map(tuple, asked))
-
-    @cached_property
-    def keyed(self) -> tuple[Collective, ...]:
-        """The keys of a store that the program asked for and set, as calls in turn; recorded with `collectives`."""
-        return read_keyed(self._collectives_path)
-
-    @cached_property
-    def keys_set(self) -> dict[str, Frame | None]:
-        """The keys of a store that the program has set, each with its line; recorded with `collectives`."""
-        return read_keys_set(self._collectives_path)
-
-    @cached_property
     def awaited(self) -> tuple[str, ...]:
-        """The keys of a store that this rank was waiting for, or for which it had waited in vain as it failed; recorded with
-        `collectives`."""
-        found = wire.read_record(self._collectives_path) or {}
-        last = self.keyed[-1] if self.keyed else None
-        failed_there = (
-            self.failure is not None and last is not None and last.op != "set" and last.where == self.failure.where
-        )
-        return tuple(found["keyed"][-1]["keys"] if failed_there else found.get("awaited", ()))
+        """The keys of a store that this rank was waiting for, or for which it had waited in vain as it failed."""
+        last = self.made.keyed[-1] if self.made.keyed else None
+        failed_at = self.failure.where if self.failure else None
+        failed_there = failed_at is not None and last is not None and last.op != "set" and last.where == failed_at
+        return self.made.last_keys if failed_there else self.made.awaited
 
     @cached_property
     def signals_sent(self) -> dict[tuple[int | None, str], Frame | None]:
@@ -325,27 +241,6 @@ class Rank:
         return log_text(self.log_folder / f"{stream}.log") if self.log_folder else ""
 
 
-def log_text(path: Path) -> str:
-    """A log file as text. Where the cap has cut a hole into it, one line says how much is missing."""
-    try:
-        with open(path, "rb") as file:
-            return b"".join(_around_the_hole(file, path)).decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-def _around_the_hole(file: Any, path: Path) -> list[bytes]:
-    cut = wire.read_record(path.with_suffix(".cut.json"))
-    if not cut:
-        return [file.read()]
-    head = file.read(cut["from"])
-    file.seek(cut["to"])
-    notice = (
-        f"\n[ddpkit: {(cut['to'] - cut['from']) >> 20} MiB are missing here: {wire.ENV_LOG_CAP}={cut['cap_mib']}]\n"
-    )
-    return [head, notice.encode(), file.read()]
-
-
 def read_attempts(folder: Path) -> tuple[tuple[Rank, ...], ...]:
     """Every attempt of the job in `folder` (torchrun restarts make more than one), each a tuple of ranks in order."""
     found = sorted((folder / "ranks").glob("attempt_*"), key=_number)
@@ -388,11 +283,6 @@ def _read_rank(folder: Path, own: Path) -> Rank:
         failure=read_failure(own, log, ended, sources(folder)),
         peak_rss_mib=ended.get("peak_rss_mib"),
     )
-
-
-def log_folder(folder: Path, attempt: int, local_rank: int) -> Path | None:
-    """torchrun's own log folder of a rank: logs/<run id>/attempt_<n>/<local rank>."""
-    return next(iter((folder / wire.LOGS).glob(f"*/attempt_{attempt}/{local_rank}")), None)
 
 
 def sources(folder: Path) -> dict[str, str]:

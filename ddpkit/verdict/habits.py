@@ -73,7 +73,7 @@ def by_habit(now: Scene, inside: set[int]) -> Finding | None:
     for number, place in now.at.items():
         if place.kind != "left":
             calls[number] = now.calls[number]
-            with_keys[number] = sorted([*now.calls[number], *place.rank.keyed], key=lambda call: call.at_ns)
+            with_keys[number] = sorted([*now.calls[number], *place.rank.made.keyed], key=lambda call: call.at_ns)
     for ways in (calls, with_keys):
         found = _only_one_to_leave_a_habit(ways, inside)
         if found is not None:

@@ -36,7 +36,7 @@ def _met_before(now: Scene) -> Finding | None:
         refused = refused or (failure is not None and bool(_NOBODY_LISTENS.search(failure.message)))
         if place.kind != "joining":
             came_through = came_through and bool(place.rank.collectives)
-            met = met and any(set(joining) <= set(group) for group in place.rank.groups)
+            met = met and any(set(joining) <= set(group) for group in place.rank.made.groups)
     if restart:
         return Finding((), "restart", "stale_addresses", now) if refused or came_through else None
     few = joining if 2 * len(joining) < now.size else ()

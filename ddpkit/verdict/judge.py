@@ -25,7 +25,7 @@ _ENDING_TAKES_NS = 3_000_000_000
 _STEPS_MISSED = 2
 _ROLES: dict[End, str] = {"passed": "passed", "own": "own", "parted": "unknown", "unknown": "unknown"}
 # These compare ranks with each other: question 3.
-_LIKELY = ("majority", "loop", "step", "key", "next call", "habit", "debt", "if", "same", "groups", "cannot be told")
+_LIKELY = ("majority", "loop", "step", "key", "next call", "habit", "debt", "if", "groups", "cannot be told")
 
 
 def judge_job(attempts: Sequence[Sequence[Rank]], ending: Ending) -> Verdict:

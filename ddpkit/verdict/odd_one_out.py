@@ -37,7 +37,7 @@ def by_groups(now: Scene, inside: set[int]) -> Finding | None:
     """
     if not any(is_in(place.rank.frames, "_new_group_with_tag") for place in now.at.values()):
         return None
-    for asked in zip_longest(*(place.rank.groups_asked for place in now.at.values())):
+    for asked in zip_longest(*(place.rank.made.groups_asked for place in now.at.values())):
         named = dict(zip(now.at, asked, strict=True))
         if len(set(asked)) == 1:
             continue

@@ -75,7 +75,7 @@ def _where_it_failed(rank: Rank, waits_in: Collective | None) -> Place:
     failure = rank.failure
     assert failure is not None
     kind: Kind = "waiting" if rank.came_up else "joining"
-    if is_pairwise(failure.frames) or (waits_in is None and rank.requested):
+    if is_pairwise(failure.frames) or (waits_in is None and rank.made.requested):
         return Place(rank, kind, failure.where, None, pairwise=True)
     return Place(rank, kind, failure.where, waits_in or rank.given_up)
 
@@ -112,7 +112,7 @@ def unmoved_s(rank: Rank) -> float:
 def peers(place: Place) -> tuple[int, ...]:
     """The ranks that a wait for a send or receive may be for; () where that is not known."""
     look = place.rank.look
-    return (look.peer,) if look and look.peer is not None else place.rank.requested
+    return (look.peer,) if look and look.peer is not None else place.rank.made.requested
 
 
 def makes_a_store(place: Place) -> bool:

@@ -29,7 +29,7 @@ def named_by_a_barrier(ranks: Sequence[Rank]) -> Finding | None:
         missing = numbers_in(said[2])
         everyone = numbers_of(ranks)
         fitting = []
-        for group in dict.fromkeys([*rank.groups, everyone]):
+        for group in dict.fromkeys([*rank.made.groups, everyone]):
             place = group.index(rank.rank) if rank.rank in group else -1
             if max(missing) < len(group) and said[1] in (None, str(place)):
                 fitting.append(group)

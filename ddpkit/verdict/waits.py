@@ -186,7 +186,7 @@ def owners(place: Place, now: Scene) -> set[int]:
     """The other ranks to which the keys that a rank waits for belong, as far as the keys tell."""
     already: set[str] = set()
     for other in now.at.values():
-        already |= set(other.rank.keys_set)
+        already |= set(other.rank.made.keys_set)
     found = set()
     for key in place.rank.awaited:
         if key not in already:
@@ -201,7 +201,7 @@ def owner_of(key: str, now: Scene) -> set[int]:
     """
     like = []
     for number, place in now.at.items():
-        for other in place.rank.keys_set:
+        for other in place.rank.made.keys_set:
             if _NUMBER.sub("#", other) == _NUMBER.sub("#", key):
                 like.append((number, numbers_in(other)))
     known = {number for number, _ in like}

@@ -192,10 +192,6 @@ def _who_joins(f: Facts) -> str:
     return f"{_do(joining, *waits)} {where}{in_brackets(first.line)}."
 
 
-def _in_attempt(f: Facts) -> str:
-    return f"in attempt {next(iter(f.ranks.values())).attempt + 1} "
-
-
 def _joined(f: Facts) -> str:
     """`as collective #7, ranks 0 and 2 joined all_reduce of [4] Float (line 9: ...), rank 1 barrier (line 12: ...).`"""
     calls = f.found.calls
@@ -216,10 +212,6 @@ def _loop(f: Facts) -> str:
 def _call(f: Facts, number: int | None = None) -> str:
     call = f.found.calls[f.found.ranks[0] if number is None else number]
     return f"{call.name}{call.from_line}"
-
-
-def _usual(f: Facts) -> str:
-    return _call(f, min(set(f.found.calls) - set(f.found.ranks)))
 
 
 def _untold(f: Facts) -> str:
@@ -256,7 +248,10 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "signal/stopped_process": _stopped,
     "asked amiss": lambda f: f"{f.who} asked to join {f.found.detail}. {_who_joins(f)}",
     "asked amiss/init_elsewhere": lambda f: f"{f.who} looked at a wrong address: {f.found.detail}. {_torchruns(f)}",
-    "restart": lambda f: f"{_in_attempt(f)}{_who_joins(f)} The store may have kept addresses of ranks that are gone.",
+    "restart": lambda f: (
+        f"in attempt {f.ranks[min(f.ranks)].attempt + 1} {_who_joins(f)} "
+        "The store may have kept addresses of ranks that are gone."
+    ),
     "absent": lambda f: f"{f.who} never came there; {_does(f)} {_who_joins(f)}",
     # Question 3.
     "groups": lambda f: f"not all ranks make the same process groups: {f.found.detail}. {_differs(f)}",
@@ -266,7 +261,10 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "loop": _loop,
     "step": lambda f: f"{f.who} came to {_call(f)} by a step that no rank had made before.",
     "key": lambda f: f"{_never(f)}; {_does(f)}",
-    "next call": lambda f: f"{f.who} called {_call(f)}; most ranks, after the same calls, called {_usual(f)}.",
+    "next call": lambda f: (
+        f"{f.who} called {_call(f)}; after the same calls, most ranks called "
+        f"{_call(f, min(set(f.found.calls) - set(f.found.ranks)))}."
+    ),
     "habit": lambda f: f"{f.who} called {_call(f, 1)} after {_call(f, 0)}, as it had never done before.",
     "debt": lambda f: f"{f.who} has sent one message fewer than it sent to others, or than others sent.",
     "if": lambda f: f"{f.who} alone came there, by the `if` in {f.found.detail}.",
