@@ -52,9 +52,8 @@ def common_deed(ranks: Sequence[Rank]) -> str:
     failure = first.failure
     if failure is None or len({rank.failure.text for rank in ranks if rank.failure}) == 1:
         return deed(first)
-    if failure.type in LEAVES:
-        return f"left; rank {first.rank} {deed(first)}"
-    return f"raised {failure.type}; rank {first.rank} {deed(first)}"
+    alike = "left" if failure.type in LEAVES else f"raised {failure.type}"
+    return f"{alike}; rank {first.rank} {deed(first)}"
 
 
 def _killed(rank: Rank) -> str:

@@ -27,15 +27,11 @@ def named_by_a_barrier(ranks: Sequence[Rank]) -> Finding | None:
         if said is None or rank.failure is None:
             continue
         missing = numbers_in(said[2])
-        everyone = numbers_of(ranks)
         fitting = []
-        for group in dict.fromkeys([*rank.made.groups, everyone]):
+        for group in dict.fromkeys([*rank.made.groups, numbers_of(ranks)]):
             place = group.index(rank.rank) if rank.rank in group else -1
             if max(missing) < len(group) and said[1] in (None, str(place)):
                 fitting.append(group)
-        if len(fitting) > 1:
-            in_a_group = "group=" in rank.failure.line_text
-            fitting = [group for group in fitting if (group != everyone) == in_a_group]
         if fitting:
             named = tuple(sorted(map(fitting[-1].__getitem__, missing)))
             return Finding(named, "monitored barrier", "never_joined", others=(rank.rank,))

@@ -177,10 +177,6 @@ def _stopped(f: Facts) -> str:
     return f"{_each(f, stopped)}. {_signal(f)}"
 
 
-def _torchruns(f: Facts) -> str:
-    return f"torchrun has the store at {f.first.master}." if f.first.master else ""
-
-
 def _who_joins(f: Facts) -> str:
     """`ranks 0 and 2 wait in init_process_group (line 8: ...).`"""
     joining = sorted(f.found.now.of_kind("joining")) if f.found.now else []
@@ -247,7 +243,9 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "lock": lambda f: f"{f.who} holds the lock on a file for which rank {f.other.rank} waits{_at(f.other)}; {_does(f)}",
     "signal/stopped_process": _stopped,
     "asked amiss": lambda f: f"{f.who} asked to join {f.found.detail}. {_who_joins(f)}",
-    "asked amiss/init_elsewhere": lambda f: f"{f.who} looked at a wrong address: {f.found.detail}. {_torchruns(f)}",
+    "asked amiss/init_elsewhere": lambda f: (
+        f"{f.who} looked at a wrong address: {f.found.detail}. torchrun has the store at {f.first.master}."
+    ),
     "restart": lambda f: (
         f"in attempt {f.ranks[min(f.ranks)].attempt + 1} {_who_joins(f)} "
         "The store may have kept addresses of ranks that are gone."
