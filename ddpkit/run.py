@@ -163,7 +163,7 @@ class Run:
         """Whether the ranks' DDP models are the same at the end: "equal", or "0.41 apart, first in head.weight".
 
         A string that also has `apart` and `buffers`. None where nothing can be compared: the job did not pass, a rank had
-        no DDP model when its process group went, or the ranks took other numbers of optimizer steps.
+        no DDP model when its process group went, or the models have other parameters.
         """
         return self._replicas if self._is_over() else None
 

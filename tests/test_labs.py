@@ -95,7 +95,7 @@ def test_what_is_said_of_a_remedy_is_true(lab: Lab, remedy: Remedy) -> None:
 def replicas_are_told(outcome: Outcome) -> None:
     """What the run says of its DDP models agrees with what the bench finds in the optimizers."""
     run, apart = outcome.run, outcome.replicas_apart
-    if run.ok and apart is not None and not steps.equal(apart):
+    if run.ok and apart is not None and not steps.equal(apart) and apart < float("inf"):
         assert run.replicas is not None and run.replicas.apart, f"{apart} apart: {run}"
     elif run.replicas is not None:
         assert run.replicas == "equal", f"{apart} apart: {run}"

@@ -22,7 +22,6 @@ from . import failure
 MOST_VALUES = 200_000
 
 _models: list[weakref.ref[Any]] = []
-_steps = 0
 
 
 def follow_models(module: ModuleType) -> None:
@@ -36,16 +35,6 @@ def follow_models(module: ModuleType) -> None:
         _models.append(weakref.ref(self))
 
     ddp.__init__ = __init__
-
-
-def count_steps(module: ModuleType) -> None:
-    """Have optimizer steps counted from here on; `module` is `torch.optim.optimizer`."""
-    module.register_optimizer_step_post_hook(_count)
-
-
-def _count(*_: object) -> None:
-    global _steps
-    _steps += 1
 
 
 def note() -> None:
@@ -62,7 +51,7 @@ def note() -> None:
         stride += stride % 2 == 0
         with open(folder / wire.REPLICA_VALUES, "wb") as file:
             described = [_write(file, model, named, stride) for model, named in zip(models, tensors, strict=True)]
-        wire.write_record(folder / wire.REPLICAS, {"steps": _steps, "models": described})
+        wire.write_record(folder / wire.REPLICAS, {"models": described})
 
 
 def note_at_the_end() -> None:

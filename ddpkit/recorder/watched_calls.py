@@ -33,7 +33,6 @@ def arm() -> None:
     if _WATCHED not in sys.modules:
         meet(_WATCHED, _watch)
         meet("torch.nn.parallel.distributed", replicas.follow_models)
-        meet("torch.optim.optimizer", replicas.count_steps)
 
 
 def meet(name: str, then: Callable[[ModuleType], None]) -> None:

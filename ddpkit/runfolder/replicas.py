@@ -47,11 +47,10 @@ class _Model:
 def compare(ranks: Sequence[Rank]) -> Replicas | None:
     """What is to be said of the replicas of these ranks.
 
-    None where there are none to compare: one rank, no DDP model at the end, other numbers of optimizer steps, or models
-    that do not match.
+    None where there are none to compare: one rank, no DDP model at the end, or models that do not match.
     """
     headers = [wire.read_record(rank.folder / wire.REPLICAS) for rank in ranks]
-    if not all(headers) or len({header["steps"] for header in headers if header}) != 1:
+    if not all(headers):
         return None
     # By the ranks that share a model, and which of theirs it is.
     found: dict[tuple[tuple[int, ...], int], list[_Model]] = {}
