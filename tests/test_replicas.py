@@ -29,6 +29,8 @@ END
 """
 PLAIN = "model = DDP(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)))"
 WITH_BUFFERS = "model = DDP(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))"
+# Freed by the collector, which takes a model and what it wraps at once.
+IN_A_CIRCLE = f"{PLAIN}\nmodel.itself = [model]"
 HEAVIER = "if rank == 1:\n    with torch.no_grad():\n        model.module[1].weight += 0.5"
 DESTROY = "dist.destroy_process_group()"
 
@@ -56,7 +58,11 @@ def test_a_healthy_training_has_equal_replicas(model: str, end: str, script: Cal
     assert str(run) == "train → passed · 2 ranks"
 
 
-@pytest.mark.parametrize("end", [DESTROY, "", "import sys\nsys.exit(0)"], ids=["destroyed", "end", "sys.exit"])
+@pytest.mark.parametrize(
+    "end",
+    [DESTROY, "", "import sys\nsys.exit(0)", f"del model, optimizer\n{DESTROY}"],
+    ids=["destroyed", "end", "sys.exit", "freed before"],
+)
 def test_a_difference_is_told_with_the_first_parameter(end: str, script: Callable[..., str]) -> None:
     run = ddpkit.launch(script(program(end=f"{HEAVIER}\n{end}")), show=False)
     assert run.ok and run.replicas == "0.5 apart, first in 1.weight"
@@ -88,7 +94,7 @@ def test_values_that_are_not_finite_on_one_rank_are_apart(script: Callable[..., 
     ("model", "end"),
     [
         ("model = nn.Linear(4, 1)", DESTROY),
-        (PLAIN, f"del model, optimizer\n{DESTROY}"),
+        (IN_A_CIRCLE, f"del model, optimizer\nimport gc\ngc.collect()\n{DESTROY}"),
         (PLAIN, "raise ValueError('at the end')"),
     ],
     ids=["no DDP", "gone by then", "failed"],

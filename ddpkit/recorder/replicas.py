@@ -10,7 +10,8 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Mapping
+from collections import deque
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,40 +19,73 @@ from ddpkit.runfolder import wire
 
 from . import failure
 
-# Of larger models every so-many-th value is kept, of all models together.
+# Of a larger model every so-many-th value is kept.
 MOST_VALUES = 200_000
+MOST_MODELS = 4
 
-_models: list[weakref.ref[Any]] = []
+
+@dataclass
+class Followed:
+    """A DDP model: weak references to it and to the module that it wraps, its ranks, and the values as it was freed."""
+
+    ddp: weakref.ref[Any]
+    module: weakref.ref[Any]
+    ranks: list[int]
+    ignored: set[str]
+    last: tuple[dict[str, Any], bytes] | None = None
+
+
+_followed: deque[Followed] = deque(maxlen=MOST_MODELS)
 
 
 def follow_models(module: ModuleType) -> None:
-    """Have each DDP model remembered from here on; `module` is `torch.nn.parallel.distributed`."""
+    """Have each DDP model followed from here on; `module` is `torch.nn.parallel.distributed`."""
     ddp = module.DistributedDataParallel
     init = ddp.__init__
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        _models.append(weakref.ref(self))
+        with contextlib.suppress(Exception):
+            _follow(self)
 
     ddp.__init__ = __init__
+
+
+def _follow(model: Any) -> None:
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(model.process_group)
+    followed = Followed(weakref.ref(model), weakref.ref(model.module), ranks, set(model.parameters_to_ignore))
+    # As a function returns, say: what the model wraps is still there at this moment, unless others hold it in a circle.
+    weakref.finalize(model, _keep, followed).atexit = False
+    _followed.append(followed)
+
+
+def _keep(followed: Followed) -> None:
+    """Keep the values of a model that is being freed; of one on a GPU, which may have failed, nothing."""
+    module = followed.module()
+    with contextlib.suppress(Exception):
+        if module is not None and not _has_failed() and all(p.device.type == "cpu" for p in module.parameters()):
+            followed.last = _values(module, followed)
 
 
 def note() -> None:
     """Write the models down as they are now; nothing after a failure, when a GPU may never answer."""
     folder = failure.own_folder()
-    models = [model for model in (known() for known in _models) if model is not None]
-    if folder is None or not models or _has_failed() or os.environ.get(wire.ENV_REPLICAS) == "0":
+    if folder is None or not _followed or _has_failed() or os.environ.get(wire.ENV_REPLICAS) == "0":
         return
     with contextlib.suppress(Exception):
-        tensors = [_tensors_of(model) for model in models]
-        values = sum(tensor.numel() for named in tensors for tensor in named.values())
-        stride = max(1, -(-values // MOST_VALUES))
-        # An odd stride does not stay within the same columns of a matrix.
-        stride += stride % 2 == 0
+        described = []
         with open(folder / wire.REPLICA_VALUES, "wb") as file:
-            described = [_write(file, model, named, stride) for model, named in zip(models, tensors, strict=True)]
-        wire.write_record(folder / wire.REPLICAS, {"models": described})
+            for followed in _followed:
+                module = followed.module() if followed.ddp() is not None else None
+                found = followed.last if module is None else _values(module, followed)
+                if found:
+                    described.append(found[0])
+                    file.write(found[1])
+        if described:
+            wire.write_record(folder / wire.REPLICAS, {"models": described})
 
 
 def note_at_the_end() -> None:
@@ -67,26 +101,22 @@ def _has_failed() -> bool:
     return error is not None and not (isinstance(error, SystemExit) and error.__context__ is None)
 
 
-def _tensors_of(model: Any) -> dict[str, Any]:
-    """What DDP keeps equal: parameters, then buffers, by the names of the wrapped module."""
-    ignored = set(model.parameters_to_ignore)
-    found = {}
-    for name, tensor in (*model.module.named_parameters(), *model.module.named_buffers()):
-        if name not in ignored and not hasattr(tensor, "to_local"):
-            found[name] = tensor
-    return found
-
-
-def _write(file: Any, model: Any, named: Mapping[str, Any], stride: int) -> dict[str, Any]:
-    """Append the values of one model to `file`, as float32, and say what they are."""
+def _values(module: Any, followed: Followed) -> tuple[dict[str, Any], bytes]:
+    """What DDP keeps equal, parameters and then buffers: what they are, and their values as float32."""
     import torch
-    import torch.distributed as dist
 
-    lengths = []
+    named = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name not in followed.ignored and not hasattr(tensor, "to_local"):
+            named[name] = tensor
+    stride = max(1, -(-sum(tensor.numel() for tensor in named.values()) // MOST_VALUES))
+    # An odd stride does not stay within the same columns of a matrix.
+    stride += stride % 2 == 0
+    lengths, values = [], bytearray()
     for tensor in named.values():
         part = tensor.detach().flatten()[::stride].to("cpu", torch.float32).contiguous()
-        part.numpy().tofile(file)
+        values += part.numpy().tobytes()
         lengths.append(part.numel())
-    buffers = [name for name, _ in model.module.named_buffers() if name in named]
-    ranks = dist.get_process_group_ranks(model.process_group)
-    return {"ranks": ranks, "names": list(named), "lengths": lengths, "buffers": buffers}
+    buffers = [name for name, _ in module.named_buffers() if name in named]
+    described = {"ranks": followed.ranks, "names": list(named), "lengths": lengths, "buffers": buffers}
+    return described, bytes(values)
