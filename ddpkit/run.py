@@ -162,8 +162,8 @@ class Run:
     def replicas(self) -> Replicas | None:
         """Whether the ranks' DDP models are the same at the end: "equal", or "0.41 apart, first in head.weight".
 
-        A string that also has `apart` and `buffers`. None where nothing can be compared: the job did not pass, a rank had
-        no DDP model when its process group went, or the models have other parameters.
+        A string that also has `apart` and `buffers`. None where nothing can be compared: the job did not pass, or a rank
+        had no DDP model, or one of other parameters, or one on a GPU that was freed before its process group.
         """
         return self._replicas if self._is_over() else None
 

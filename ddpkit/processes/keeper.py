@@ -22,15 +22,12 @@ if __name__ == "__main__":
 
 from ddpkit.processes.forked_client import end_like
 from ddpkit.processes.oom import OomWatch
+from ddpkit.processes.sweep import sweep
 from ddpkit.runfolder import wire
 
 TICK_S = 0.2
 RANK_GRACE_S = 2.0
 AGENT_GRACE_S = 4.0
-SWEEP_GRACE_S = 2.5
-# Holds the shared memory of loaders under the "file_system" strategy: it removes the files and ends seconds after the
-# last process of the job, unless somebody kills it first.
-ENDS_BY_ITSELF = "torch_shm_manager"
 LINGER_S = 1.0
 LOOKED_AT_WITHIN_S = 3.0
 ALIKE_WITHIN_S = 6.0
@@ -271,53 +268,6 @@ def keep_agent(become: Callable[[], None], owner: int) -> int:
 
     keeper = Keeper(become_known, Owner(owner), folder / wire.AGENT_RECORD, AGENT_GRACE_S)
     return keeper.run(after=lambda: sweep(folder))
-
-
-def sweep(folder: Path) -> None:
-    """End every process of the job in `folder` that outlived its agent: SIGTERM, and SIGKILL for those that stay."""
-    found = _marked(folder)
-    if not found:
-        return
-    swept = {pid: {"pid": pid, "command": command, "signal": "SIGTERM"} for pid, command in found.items()}
-    _signal_all(found, signal.SIGTERM)
-    until = time.monotonic() + SWEEP_GRACE_S
-    while (found := _marked(folder)) and time.monotonic() < until:
-        time.sleep(0.02)
-    while found:
-        swept.update({pid: {"pid": pid, "command": command, "signal": "SIGKILL"} for pid, command in found.items()})
-        _signal_all(found, signal.SIGKILL)
-        time.sleep(0.02)
-        found = _marked(folder)
-    record = wire.read_record(folder / wire.AGENT_RECORD) or {}
-    wire.write_record(folder / wire.AGENT_RECORD, {**record, "swept": list(swept.values())})
-
-
-def _signal_all(pids: dict[int, str], which: signal.Signals) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, which)
-        except (ProcessLookupError, PermissionError):
-            pass
-
-
-def _marked(folder: Path) -> dict[int, str]:
-    """Living processes to be ended, other than this one, whose environment carries this job's run folder: pid to command."""
-    mark = f"{wire.ENV_RUN}={folder}".encode()
-    found = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        try:
-            with open(f"/proc/{entry}/environ", "rb") as environ:
-                if mark not in environ.read().split(b"\0"):
-                    continue
-            with open(f"/proc/{entry}/cmdline", "rb") as cmdline:
-                command = cmdline.read().replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:
-            continue
-        if command != ENDS_BY_ITSELF:
-            found[int(entry)] = command
-    return found
 
 
 def executing(command: Sequence[str]) -> Callable[[], None]:

@@ -15,9 +15,9 @@ class Look:
 
     `state` is the system's word (running, sleeping, stopped, ...), `busy` the share of a core it used lately, `gpu_busy`
     that of its GPU (None without one), `silent_s` the seconds since its last progress. `workers` are the stacks of its
-    DataLoader workers by pid, `dead_workers` and `stopped_workers` how many have died and how many are stopped; `peer` is the
-    rank that a blocking send or receive waits for. `inside` are the C++ functions in which it sleeps with the GIL, innermost
-    first. `locked_by` is the rank that holds the lock on a file for which it waits.
+    DataLoader workers by pid, `dead_workers` and `stopped_workers` how many have died and how many are stopped. `inside`
+    are the C++ functions in which it sleeps with the GIL, innermost first. `locked_by` is the rank that holds the lock on
+    a file for which it waits.
     """
 
     at_ns: int
@@ -28,7 +28,6 @@ class Look:
     rss_mib: float | None
     workers: tuple[tuple[int, str], ...]
     gpu_busy: float | None = None
-    peer: int | None = None
     dead_workers: int = 0
     stopped_workers: int = 0
     inside: tuple[str, ...] = ()

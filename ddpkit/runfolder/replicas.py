@@ -47,7 +47,7 @@ class _Model:
 def compare(ranks: Sequence[Rank]) -> Replicas | None:
     """What is to be said of the replicas of these ranks.
 
-    None where there are none to compare: one rank, no DDP model at the end, or models that do not match.
+    None where there is nothing to compare: one rank, no DDP model, or models that do not match.
     """
     headers = [wire.read_record(rank.folder / wire.REPLICAS) for rank in ranks]
     if not all(headers):

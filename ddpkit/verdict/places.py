@@ -111,8 +111,7 @@ def unmoved_s(rank: Rank) -> float:
 
 def peers(place: Place) -> tuple[int, ...]:
     """The ranks that a wait for a send or receive may be for; () where that is not known."""
-    look = place.rank.look
-    return (look.peer,) if look and look.peer is not None else place.rank.made.requested
+    return place.rank.made.requested
 
 
 def makes_a_store(place: Place) -> bool:

@@ -37,9 +37,6 @@ SPY_WITHIN_S = 2.5
 # py-spy reads the symbols of all of torch for it: half a second, and several on a machine that has other work.
 SPY_NATIVE_WITHIN_S = 10.0
 MOST_WORKERS = 8
-# Functions of torch.distributed by their argument for the other rank, and for the one rank of a collective that differs.
-_COLLECTIVES = "distributed_c10d.py"
-_PEERS = {"send": "dst", "recv": "src"}
 _IN_LOADER = f"torch{os.sep}utils{os.sep}data{os.sep}dataloader.py"
 
 
@@ -76,7 +73,6 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
             "silent_s": round(silent_s.get(rank.rank, 0.0), 1),
             "rss_mib": _rss_mib(rank.pid or 0),
             "workers": list(_workers_of(rank).items()),
-            "peer": _peer(spied.get(rank.pid or 0, [])),
             "inside": _inside(rank.pid or 0) if _sleeps_with_the_gil(rank, spied, states) else [],
             "dead_workers": children.count(psutil.STATUS_ZOMBIE),
             "stopped_workers": children.count(psutil.STATUS_STOPPED),
@@ -203,18 +199,6 @@ def spied_threads(pids: Sequence[int]) -> dict[int, list[Thread]]:
             process.kill()
             process.communicate()
     return found
-
-
-def _peer(threads: Sequence[Thread]) -> int | None:
-    """The rank for which a blocking send or receive waits; None where none runs, or where it takes whoever comes."""
-    for thread in threads:
-        inside = [f for f in thread["frames"] if f["name"] in _PEERS and Path(f["filename"]).name == _COLLECTIVES]
-        if inside:
-            called = inside[-1]
-            known = {local["name"]: str(local["repr"]) for local in called["locals"] or ()}
-            named = known.get(_PEERS[called["name"]], "")
-            return int(named) if named.isdigit() else None
-    return None
 
 
 def _as_faulthandler_writes(thread: Thread) -> str:
