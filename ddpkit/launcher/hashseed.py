@@ -10,7 +10,7 @@ _IN_ORDER = ("list", "tuple", "enumerate", "iter", "zip", "map", "filter", "reve
 _METHODS_IN_ORDER = ("join", "pop", "extend", "fromkeys")
 
 
-def orders_by_hash(program: str) -> bool:
+def orders_by_hash(program: str | bytes) -> bool:
     """Whether `program`, Python's text, goes through a set or asks for a hash: of strings, both differ in every process
     unless PYTHONHASHSEED says otherwise. A set that is sorted first, counted, or only asked what it holds is no matter.
     """

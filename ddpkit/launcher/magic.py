@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import difflib
 import shlex
+from dataclasses import fields
 from typing import Any, NoReturn
 
 from ddpkit.errors import LaunchError
 
 from .launcher import refuse_inside_a_rank, start, warm_up
-from .options import checked_options
-from .target import of_cell
+from .options import Options, checked_options
+from .target import of_text
 
-# torchrun's options that pass through; those that take no value are told apart because argparse must know.
-TORCHRUN_WITH_VALUE = (
+# torchrun's options that pass through, beside --standalone.
+PASSED_THROUGH = (
     "nnodes node-rank master-addr master-port local-addr rdzv-backend rdzv-endpoint rdzv-id rdzv-conf "
     "role monitor-interval start-method local-ranks-filter numa-binding shutdown-timeout"
 ).split()
-TORCHRUN_FLAGS = ("standalone",)
 KEPT_BY_DDPKIT = ("log-dir", "redirects", "tee", "no-python", "run-path", "module", "logs-specs")
 
 
@@ -32,7 +32,7 @@ class MagicParser(argparse.ArgumentParser):
 def parser() -> MagicParser:
     """The options of `%%torchrun`; each torchrun name also with underscores, as torchrun has it."""
     p = MagicParser(prog="%%torchrun", add_help=False, allow_abbrev=False)
-    _add(p, "nproc-per-node", default="2", metavar="N", help="ranks to start")
+    _add(p, "nproc-per-node", dest="nproc", default="2", metavar="N", help="ranks to start")
     _add(p, "max-restarts", type=int, default=0, metavar="N", help="how often to start the ranks anew after a failure")
     p.add_argument("--as", dest="bind", metavar="NAME", help="the variable that gets the Run")
     p.add_argument("--backend", help="gloo or nccl, for ddpkit.rank.setup()")
@@ -43,19 +43,21 @@ def parser() -> MagicParser:
     p.add_argument("--stall", type=float, default=10.0, metavar="S", help="gather stacks after S seconds of silence")
     for flag, words in (
         ("stop-on-stall", "end the job at the first stall"),
-        ("no-wait", "return at once with a live Run"),
-        ("no-warm", "start every process anew"),
         ("share-gpu", "let more NCCL ranks than GPUs share these"),
         ("check", "raise JobFailed unless the job passes"),
-        ("no-reveal", "keep the verdict back"),
         ("quiet", "show nothing"),
         ("text", "stream rank-tagged text instead of the live view"),
     ):
         p.add_argument(f"--{flag}", action="store_true", help=words)
-    for name in TORCHRUN_WITH_VALUE:
-        _add(p, name, metavar="V", help="torchrun's own")
-    for name in TORCHRUN_FLAGS:
-        p.add_argument(f"--{name}", action="store_true", help="torchrun's own")
+    for flag, words in (
+        ("wait", "return at once with a live Run"),
+        ("warm", "start every process anew"),
+        ("reveal", "keep the verdict back"),
+    ):
+        p.add_argument(f"--no-{flag}", dest=flag, action="store_false", help=words)
+    p.add_argument("--standalone", dest="torchrun", action="append_const", const="--standalone", default=[])
+    for name in PASSED_THROUGH:
+        _add(p, name, dest="torchrun", action="append", type=f"--{name}={{}}".format, metavar="V")
     p.add_argument("args", nargs="*", help="the script's arguments, after --")
     return p
 
@@ -70,24 +72,15 @@ def torchrun(line: str, cell: str, namespace: dict[str, Any]) -> None:
     if asked.bind and not asked.bind.isidentifier():
         raise LaunchError(f"%%torchrun: --as {asked.bind} is not a variable name.")
     refuse_inside_a_rank()
-    options = checked_options(
-        nproc=asked.nproc_per_node,
-        backend=asked.backend,
-        env=dict(_pair(e) for e in asked.env),
-        timeout=asked.timeout,
-        stall=asked.stall,
-        stop_on_stall=asked.stop_on_stall,
-        max_restarts=asked.max_restarts,
-        torchrun=_passed_through(asked),
-        reveal=not asked.no_reveal,
-        warm=not asked.no_warm,
-        share_gpu=asked.share_gpu,
-    )
-    name = asked.bind or "cell"
+    names = {one.name for one in fields(Options)} | {"timeout", "stall"}
+    given = {name: value for name, value in vars(asked).items() if name in names}
+    options = checked_options(**given | {"env": dict(map(_pair, asked.env))})
+    # The magic's own line is line 1 of the cell: tracebacks then count as the cell does.
+    target = of_text("\n" + cell, asked.bind or "cell", asked.args, "%%torchrun", "the cell")
     show: bool | str = False if asked.quiet else "text" if asked.text else True
-    run = start(of_cell(cell, name, asked.args), options, wait=not asked.no_wait, show=show)
+    run = start(target, options, wait=asked.wait, show=show)
     namespace[asked.bind or "_run"] = run
-    if asked.check and not asked.no_wait:
+    if asked.check and asked.wait:
         run.check()
 
 
@@ -122,20 +115,7 @@ def _pair(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _passed_through(asked: argparse.Namespace) -> tuple[str, ...]:
-    given = vars(asked)
-    found = [f"--{n}" for n in TORCHRUN_FLAGS if given[n.replace("-", "_")]]
-    for name in TORCHRUN_WITH_VALUE:
-        if (value := given[name.replace("-", "_")]) is not None:
-            found += [f"--{name}", value]
-    return tuple(found)
-
-
 def load_ipython_extension(shell: Any) -> None:
     """Register `%%torchrun` with `shell`, and begin to make the first launch a warm one."""
     warm_up()
-
-    def cell_magic(line: str, cell: str) -> None:
-        torchrun(line, cell, shell.user_ns)
-
-    shell.register_magic_function(cell_magic, magic_kind="cell", magic_name="torchrun")
+    shell.register_magic_function(lambda line, cell: torchrun(line, cell, shell.user_ns), "cell", "torchrun")

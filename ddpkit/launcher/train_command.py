@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -22,10 +22,7 @@ from ddpkit.settings.words import explained
 
 from . import options
 from .launcher import launch
-from .options import EXIT_CODES, checked_options, decided_backend
-
-if TYPE_CHECKING:
-    from ddpkit.run import Run
+from .options import EXIT_CODES, checked_options, decided_backend, usable_gpus
 
 PROGRAM = "ddpkit.rank.training"
 RANKS_WITHOUT_GPU = 2
@@ -113,18 +110,13 @@ def _place(gpus: str | None, nproc: str | None, cpu: bool, debug: bool) -> Place
     if cpu and gpus:
         raise LaunchError(f"train: --cpu and --gpus {gpus} exclude each other; leave one of them out.")
     env = dict(DEBUG) if debug else {}
-    visible = [] if cpu else usable_gpus()
+    visible = [] if cpu else usable_gpus(os.environ)
     if gpus:
         visible = _chosen(gpus, visible)
         # CUDA counts the fastest GPU first; nvidia-smi counts by their place on the bus.
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(str(g.index) for g in visible), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     ranks = checked_options(nproc=nproc or len(visible) or RANKS_WITHOUT_GPU).nproc
     return Place(ranks, tuple(visible), cpu, env)
-
-
-def usable_gpus() -> list[devices.Gpu]:
-    """The GPUs of which ranks started here may each have one."""
-    return devices.visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if options.torch_has_cuda() else []
 
 
 def _chosen(asked: str, visible: list[devices.Gpu]) -> list[devices.Gpu]:
@@ -196,7 +188,7 @@ def _trained(config: TrainConfig, backend: str, place: Place, max_restarts: int,
         max_restarts=max_restarts,
         name="train",
     )
-    return exit_code(run)
+    return EXIT_CODES.get(run.state, 1)
 
 
 def _command(config: TrainConfig, backend: str, place: Place, max_restarts: int) -> str:
@@ -205,8 +197,3 @@ def _command(config: TrainConfig, backend: str, place: Place, max_restarts: int)
     torchrun += ["--max-restarts", str(max_restarts)] if max_restarts else []
     settings = [f"{name}={value}" for name, value in place.env.items()]
     return shlex.join([f"{wire.ENV_BACKEND}={backend}", *settings, *torchrun, "-m", PROGRAM, *config.to_args()])
-
-
-def exit_code(run: Run) -> int:
-    """As that of `ddpkit run`."""
-    return EXIT_CODES.get(run.state, 1)
