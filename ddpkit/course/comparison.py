@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from ddpkit.display.picture import Picture
+from ddpkit.display.picture import Picture, new_figure
 from ddpkit.runfolder import steps
 
 from .results import Result
@@ -16,14 +16,12 @@ ASKED = ("ends well", "replicas equal", "as one process")
 # Okabe and Ito's colours; the sign and the hatching say the same without them.
 YES, NO, NONE = ("#009e73", "✓"), ("#d55e00", "✗"), ("#d9d9d9", "–")
 LINES = (("#d55e00", "o"), ("#0072b2", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#e69f00", "v"), ("#000000", "x"))
-WIDTH, ROW, MARGIN, NAME_LETTERS = 8.0, 0.42, 1.0, 34
+ROW, MARGIN, NAME_LETTERS = 0.42, 1.0, 34
 
 
 def draw(title: str, results: Sequence[Result]) -> Picture:
-    """The figure, with its alternative text. Raises ImportError where matplotlib is not installed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, MARGIN + ROW * len(results)), dpi=100, layout="constrained")
+    """The figure, with its alternative text; see `FixBench.compare`."""
+    figure = new_figure("bench.compare()", MARGIN + ROW * len(results))
     figure.suptitle(title, fontsize=10)
     asked, times = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
     names = ["\n".join(textwrap.wrap(r.tried, NAME_LETTERS)) for r in results]
@@ -70,10 +68,9 @@ def _highest(result: Result) -> float:
 
 def draw_drift(title: str, apart: Mapping[str, Sequence[float]]) -> Picture:
     """The distance between the ranks' parameters after each step, by what was tried."""
-    from matplotlib.figure import Figure
+    figure = new_figure("bench.drift()", 3.2)
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(WIDTH, 3.2), dpi=100, layout="constrained")
     axes = figure.subplots()
     # Lines that lie on each other at nothing are told apart by their marks.
     for (tried, distances), (colour, mark) in zip(apart.items(), cycle(LINES)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ddpkit.diagnosis.rows import Standstill
 
@@ -53,7 +52,7 @@ class Now:
     still: Standstill | None = None
 
 
-class Sink(Protocol):
+class Sink:
     """Receives a running job, from the watching thread; must not block it."""
 
     def begin(self, run: ShownRun, stop: Callable[[], None]) -> None:
@@ -69,13 +68,5 @@ class Sink(Protocol):
         """The job has ended and `run` is complete."""
 
 
-class Silence:
+class Silence(Sink):
     """Shows nothing: `show=False`."""
-
-    def begin(self, run: ShownRun, stop: Callable[[], None]) -> None: ...
-
-    def lines(self, batch: Sequence[Line]) -> None: ...
-
-    def now(self, now: Now) -> None: ...
-
-    def end(self, run: ShownRun) -> None: ...

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from ddpkit.diagnosis.rows import text_lines
 
 from .shown import ShownRun
-from .sink import Line, Now
+from .sink import Line, Now, Sink
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-class TextSink:
+class TextSink(Sink):
     """Prints `rank 1 │ text`, and `rank 1 ! text` for standard error; the verdict at the end. Drops no line."""
 
     wants_every_line = True

@@ -12,19 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ddpkit.diagnosis.rows import Row, rows, stood_still
+from ddpkit.diagnosis.rows import Row, stood_still
 from ddpkit.runfolder.calls import Collective
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
 from ddpkit.verdict.places import BUSY_FROM, place_of
 
-from .picture import DPI, Picture
+from .picture import PAPER, Picture, legend, name_rows, new_figure
 from .shown import ShownRun
 
 Kind = Literal["starting", "unrecorded", "computing", "waiting", "stalled", "silent"]
 End = Literal["passed", "failed", "ended", "running"]
 
-WIDTH, MARGINS, LANE = 8.0, 1.15, 0.4
+MARGINS, LANE = 1.15, 0.4
 # About what the lanes and one letter take, in pixels.
 LANE_PX, LETTER_PX = 690, 6.6
 MOST_WORDS = 44
@@ -200,23 +200,16 @@ def _end_words(rank: Rank) -> str:
 
 def draw(run: ShownRun) -> Picture:
     """The figure of `run`; see `Run.plot`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            "run.plot(): matplotlib is not installed in this environment; pip install matplotlib."
-        ) from None
-    ranks, culprits = run.ranks, [rank.rank for rank in run.ranks if rank.role == "culprit"]
-    table = rows(ranks, culprits, run.revealed, steady=True)
-    found = lanes(ranks, table, time.time_ns() if run.state == "running" else None)
+    table = run.rows
+    found = lanes(run.ranks, table, time.time_ns() if run.state == "running" else None)
     total = max((lane.end_s for lane in found), default=1.0) or 1.0
-    figure = Figure(figsize=(WIDTH, MARGINS + LANE * max(1, len(found))), dpi=DPI, layout="constrained")
+    figure = new_figure("run.plot()", MARGINS + LANE * max(1, len(found)))
     axes = figure.subplots()
     axes.set_xlim(0, max([total, *(lane.end_s / (1 - len(lane.words) * LETTER_PX / LANE_PX - 0.03) for lane in found)]))
     for lane in found:
         _draw_lane(axes, lane, total)
     _label(axes, found, total)
-    _legend(figure, found, f"{run.name} → {run.state.replace('_', ' ')}")
+    legend(figure, f"{run.name} → {run.state.replace('_', ' ')}", _keys(found))
     return Picture(figure, _alt(run, table))
 
 
@@ -242,28 +235,21 @@ def _name(axes: Any, span: Span, rank: int) -> None:
     fits = len(span.words) <= room or room >= MOST_WORDS // 2
     words = textwrap.shorten(span.words, max(1, min(room, MOST_WORDS)), placeholder=" …") if fits else ""
     if words:
-        paper = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.92}
         middle = (span.from_s + span.to_s) / 2
-        axes.text(middle, rank, words, ha="center", va="center", fontsize=8.5, bbox=paper, zorder=4, parse_math=False)
+        axes.text(middle, rank, words, ha="center", va="center", fontsize=8.5, bbox=PAPER, zorder=4, parse_math=False)
 
 
 def _label(axes: Any, found: Sequence[Lane], total: float) -> None:
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= total])
     axes.spines["bottom"].set_bounds(0, total)
     axes.set_ylim(max((lane.rank for lane in found), default=0) + 0.6, -0.6)
-    axes.set_yticks([lane.rank for lane in found])
-    axes.set_yticklabels([f"rank {lane.rank}{', at fault' if lane.at_fault else ''}" for lane in found])
-    for lane, label in zip(found, axes.get_yticklabels(), strict=True):
-        label.set_fontweight("bold" if lane.at_fault else "normal")
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=9)
-    axes.set_xlabel("seconds since the first rank started", loc="left", fontsize=9)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    names = {lane.rank: f"rank {lane.rank}{', at fault' if lane.at_fault else ''}" for lane in found}
+    at_fault = {lane.rank for lane in found if lane.at_fault}
+    name_rows(axes, names, at_fault, "seconds since the first rank started")
 
 
-def _legend(figure: Any, found: Sequence[Lane], title: str) -> None:
-    """The title, and what the colours, hatchings and marks mean, of those that are there."""
+def _keys(found: Sequence[Lane]) -> list[Any]:
+    """What the colours, hatchings and marks mean, of those that are there."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -278,10 +264,7 @@ def _legend(figure: Any, found: Sequence[Lane], title: str) -> None:
         for end, (label, colour, marker) in _MARKS.items()
         if end in ends
     ]
-    place = {"loc": "outside upper left", "frameon": False, "borderaxespad": 0.3, "alignment": "left"}
-    words = {"title": title, "title_fontproperties": {"size": 11, "weight": "bold"}, "fontsize": 8.5}
-    legend = figure.legend(handles=keys, ncols=len(keys), handlelength=1.8, columnspacing=1.3, **words, **place)
-    legend.get_title().set_parse_math(False)
+    return keys
 
 
 def _alt(run: ShownRun, table: Sequence[Row]) -> str:

@@ -17,14 +17,14 @@ from typing import Any
 import anywidget
 import traitlets
 
-from ddpkit.diagnosis.rows import Row as RankRow
-from ddpkit.diagnosis.rows import Standstill, first_paragraph, rows, short_file
+from ddpkit.diagnosis.rows import Row, Standstill, first_paragraph, rows, short_file
 from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.runfolder.frames import Frame
+from ddpkit.runfolder.ranks import Rank
 
 from .lane import MOST_PENDING, MOST_REMEMBERED, Lane, whole
 from .shown import ShownRun
-from .sink import Line, Now
+from .sink import Line, Now, Sink
 
 _WEB = Path(__file__).with_name("web")
 TICK_S = 0.04
@@ -37,7 +37,7 @@ MOST_EVIDENCE = 4
 UNASKED_AT_S = (1.0, 3.0, 8.0)
 
 
-class RunView(anywidget.AnyWidget):
+class RunView(anywidget.AnyWidget, Sink):
     """The live view of one job: a lane per rank, memory, states, a Stop button. A `Sink`."""
 
     # A widget has one module; kept in two files.
@@ -67,15 +67,10 @@ class RunView(anywidget.AnyWidget):
         self._hears_clicks = hear_clicks_while_busy(self)
         self.on_msg(self._hear)
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The widget, with a text form that never varies, so that stored and fresh outputs compare equal."""
-        bundle = super()._repr_mimebundle_(**kwargs)
-        data = bundle[0] if isinstance(bundle, tuple) else bundle
-        if data is not None:
-            ranks = self.job.get("nproc", 0)
-            name = self.job.get("name", "no job yet")
-            data["text/plain"] = f"live view of {name}: {ranks} rank{'' if ranks == 1 else 's'}"
-        return bundle
+    def __repr__(self) -> str:
+        """The text form, which never varies, so that stored and fresh outputs compare equal."""
+        ranks, name = self.job.get("nproc", 0), self.job.get("name", "no job yet")
+        return f"live view of {name}: {ranks} rank{'' if ranks == 1 else 's'}"
 
     # The sink: called by the watching thread.
 
@@ -225,10 +220,7 @@ def hear_clicks_while_busy(widget: Any) -> bool:
     comm: Any = getattr(widget, "comm", None)
     if not hasattr(comm, "_reply_subshell_for"):
         return False
-    try:
-        comm._reply_subshell_for = lambda data, default: default
-    except Exception:
-        return False
+    comm._reply_subshell_for = lambda data, default: default
     return True
 
 
@@ -253,7 +245,7 @@ def _still(now: Now | None) -> dict[str, Any] | None:
     return {"sentence": now.still.sentence, "at": round(now.still.at_s, 2), "rows": table}
 
 
-def _row(row: RankRow) -> dict[str, Any]:
+def _row(row: Row) -> dict[str, Any]:
     return {
         "rank": row.rank,
         "state": row.state,
@@ -279,13 +271,12 @@ def _diagnosis(found: Diagnosis) -> dict[str, Any]:
     return {**about, "page": first_paragraph(found)}
 
 
-def _ended_rank(rank: Any, row: RankRow, revealed: bool) -> list[Any]:
+def _ended_rank(rank: Rank, row: Row, revealed: bool) -> list[Any]:
     """[rank, role, words, type, message, line, peak MiB]; a role of "failed" names nobody."""
     failure, peak = rank.failure, whole(rank.peak_rss_mib)
     type_, message, line = (failure.type, failure.message, failure.line_text) if failure else ("", "", "")
     if revealed:
         words = row.words if row.silent_s is not None else rank.words
         return [rank.rank, rank.role, words, type_, message[:4_000], line, peak]
-    passed = getattr(rank, "exitcode", None) == 0 or rank.role == "passed"
-    words = "passed" if passed else f"raised {type_}" if type_ and not type_.startswith(("SIG", "os.")) else rank.words
-    return [rank.rank, "passed" if passed else "failed", words.split(": a consequence")[0], "", "", "", peak]
+    passed = rank.exitcode == 0
+    return [rank.rank, "passed" if passed else "failed", rank.plain_words, "", "", "", peak]
