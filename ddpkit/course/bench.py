@@ -6,7 +6,6 @@ Every button of its view, `bench_view.py`, calls a method of this class; it work
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpkit.display.sink import Sink
@@ -97,31 +96,31 @@ class FixBench:
             raise LaunchError(f"FixBench: predict={predict!r} is not known; use {' or '.join(map(repr, PREDICTIONS))}.")
         if names and edit is not None:
             raise LaunchError(
-                "FixBench: give names of remedies or edit=, not both; `script_with(...)` gives a text to edit."
+                "FixBench: names of remedies or edit=, not both; `script_with(...)` gives a text to edit."
             )
         remedies = [self.lab.remedy(n) for n in names]
         script = self.script_with(*names) if edit is None else edit
         if not self._busy.acquire(blocking=False):
             raise LaunchError("FixBench: a run goes on; wait for it, or stop it.")
         try:
-            result = self._run(remedies, script, edit is not None, predict or "", show)
+            run = self._watched(self._trials.run(remedies, script=script, show=show, wait=False))
+            outcome = self._trials.outcome(run, all(r.keeps for r in remedies))
         finally:
             self._live = None
             self._busy.release()
-        self._results.append(result)
+        tried = OWN if edit is not None else " + ".join(r.title for r in remedies) or NOTHING
+        self._results.append(Result(tried, predict or "", outcome, " ".join(r.why for r in remedies)))
         if self._view is not None:
             self._view.show_results()
-        return result
+        return self._results[-1]
 
-    def _run(self, remedies: Sequence[Remedy], script: str, own: bool, predict: str, show: Any) -> Result:
-        self._live = self._trials.run(remedies, script=script, show=show, wait=False)
+    def _watched(self, run: Run) -> Run:
+        """`run` at its end, which an interrupt or `stop` brings about."""
+        self._live = run
         try:
-            run = self._live.wait()
+            return run.wait()
         except KeyboardInterrupt:
-            run = self._live.stop()
-        outcome = self._trials.outcome(run, all(r.keeps for r in remedies))
-        tried = OWN if own else " + ".join(r.title for r in remedies) or NOTHING
-        return Result(tried, predict, outcome, " ".join(r.why for r in remedies))
+            return run.stop()
 
     def stop(self) -> None:
         """End the run that goes on, if one does."""
@@ -165,9 +164,7 @@ class FixBench:
             from .bench_view import BenchView
 
             self._view = BenchView(self)
-        bundle = self._view.box._repr_mimebundle_(**kwargs)
-        data = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
-        return {**data, "text/plain": repr(self)}
+        return {**self._view.box._repr_mimebundle_(**kwargs), "text/plain": repr(self)}
 
 
 def _recorded(lab: Lab) -> Result:
@@ -175,12 +172,12 @@ def _recorded(lab: Lab) -> Result:
 
 
 def _lab_for(subject: str | Run, name: str | None) -> Lab:
-    if isinstance(subject, str):
-        return lab(name or subject)
-    if not isinstance(subject, Run):
+    if not isinstance(subject, str | Run):
         raise LaunchError(f"FixBench: {type(subject).__name__} is neither the name of a lab nor a run.")
     if name is not None:
         return lab(name)
+    if isinstance(subject, str):
+        return lab(subject)
     if subject.diagnosis is None:
         raise LaunchError(f"FixBench: {subject.name} has no diagnosis to choose a lab by; name one: lab=.")
     found = subject.diagnosis.name

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from importlib.resources import files
-from pathlib import Path
 
 from ddpkit.diagnosis.pages import NoSuchPage
 from ddpkit.run import Run
+
+from .lab import CATALOG
 
 RECORDED = "gpu.zip"
 
@@ -20,13 +20,12 @@ def on_gpu(name: str) -> Run | None:
     Raises:
         NoSuchPage: the catalog has no failure of that name.
     """
-    catalog = Path(str(files("ddpkit"))) / "catalog"
-    known = [folder.name for folder in catalog.iterdir()]
+    known = [folder.name for folder in CATALOG.iterdir()]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
         meant = f" Did you mean {' or '.join(near)}?" if near else " `ddpkit explain` lists all."
         raise NoSuchPage(f"on_gpu: the catalog has no failure {name!r}.{meant}")
-    bundle = catalog / name / RECORDED
+    bundle = CATALOG / name / RECORDED
     if not bundle.exists():
         print(f"{name}: no run on a GPU has been recorded yet.")
         return None

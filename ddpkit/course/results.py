@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
+from ddpkit.display.html import table_row
 from ddpkit.run import Run
 from ddpkit.runfolder import steps
 
@@ -65,17 +66,13 @@ class Results(tuple[Result, ...]):
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
     def _repr_html_(self) -> str:
-        left = 'style="text-align:left"'
-        head = "".join(f"<th {left}>{escape(t)}</th>" for t in self.TITLES)
-        body = "".join(
-            "<tr>" + "".join(f"<td {left}>{escape(c)}</td>" for c in result.cells) + "</tr>" for result in self
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        body = "".join(table_row(map(escape, result.cells)) for result in self)
+        return f"<table><thead>{table_row(self.TITLES, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
 def _said(difference: float | None) -> str:
     if difference is None:
         return "–"
-    return (
-        "equal" if steps.equal(difference) else f"{difference:.2g} off" if difference < float("inf") else "not finite"
-    )
+    if steps.equal(difference):
+        return "equal"
+    return f"{difference:.2g} off" if difference < float("inf") else "not finite"

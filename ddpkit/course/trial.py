@@ -1,5 +1,4 @@
-"""Runs a lab's script with some remedies and measures what came of it: does it end, are the replicas equal, is it what one
-process would have computed, what did a step cost."""
+"""Runs a lab's script with some remedies, and measures what came of it."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from ddpkit.launcher.options import checked_options
 from ddpkit.launcher.target import of_text
 from ddpkit.run import Run
 from ddpkit.runfolder import steps, wire
-from ddpkit.verdict.finding import Culprit
 
 from .lab import Lab, Remedy, patched
 
@@ -38,17 +36,12 @@ class Outcome:
 
     @property
     def cures(self) -> bool:
-        """Whether the job ended well, with equal replicas, as one process would have it where that can be asked."""
-        same = steps.equal(self.off_one_process) or not self.comparable
-        return (
-            self.run.ok
-            and same
-            and (steps.equal(self.replicas_apart) or (self.replicas_apart is None and self._sharded))
-        )
-
-    @property
-    def _sharded(self) -> bool:
-        return any(r.sharded for r in steps.recorded(self.run.ranks))
+        """Whether the job passed, its replicas are equal, and so is the result of one process, where that is comparable."""
+        if not self.run.ok or (self.comparable and not steps.equal(self.off_one_process)):
+            return False
+        if self.replicas_apart is None:
+            return any(record.sharded for record in steps.recorded(self.run.ranks))
+        return steps.equal(self.replicas_apart)
 
     @property
     def step_ratio(self) -> float | None:
@@ -89,14 +82,11 @@ def _who(run: Run) -> str:
     """` · rank 1: ValueError`: who is at fault, and the exception or signal it ended with by itself."""
     if run.culprit is None:
         return ""
-    named = [r for r in run.ranks if run.culprit == "every rank" or r.rank in (run.culprit, *_several(run.culprit))]
+    at_fault = run.culprit if isinstance(run.culprit, tuple) else (run.culprit,)
+    named = [r for r in run.ranks if run.culprit == "every rank" or r.rank in at_fault]
     subject = "every rank" if run.culprit == "every rank" else "rank " + ", ".join(str(r.rank) for r in named)
     ended = {r.failure.type if r.failure else r.signal for r in named if not r.told and (r.failure or r.signal)}
     return f" · {subject}: {ended.pop()}" if len(ended) == 1 else f" · {subject}"
-
-
-def _several(culprit: Culprit) -> tuple[int, ...]:
-    return culprit if isinstance(culprit, tuple) else ()
 
 
 @dataclass
