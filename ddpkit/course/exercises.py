@@ -195,14 +195,12 @@ class State:
     def read(cls) -> State:
         """What is kept; a new one, with a seed of its own, where there is none yet."""
         found = wire.read_record(home() / wire.EXERCISES)
-        if found is None:
-            made = cls(random.SystemRandom().randrange(1, 10_000), {})
-            made.write()
-            return made
-        return cls(int(found["seed"]), dict(found["tasks"]))
+        state = cls(**found) if found else cls(random.SystemRandom().randrange(1, 10_000), {})
+        if not found:
+            state.write()
+        return state
 
     def write(self) -> None:
-        """Keep it."""
         home().mkdir(parents=True, exist_ok=True)
         wire.write_record(home() / wire.EXERCISES, {"seed": self.seed, "tasks": self.tasks})
 

@@ -68,12 +68,9 @@ def memory(run: ShownRun) -> tuple[RankMemory, ...]:
 
 
 def _read(rank: Rank) -> RankMemory | None:
-    try:
-        text = (rank.folder / wire.MEMORY).read_text(encoding="utf-8")
-    except OSError:
-        return None
     # A rank that was killed while it wrote leaves a part of a line.
-    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    written = wire.read_text(rank.folder / wire.MEMORY).splitlines()
+    lines = [json.loads(line) for line in written if line.endswith("}")]
     # A second budget begins a new count.
     begin = max((i for i, line in enumerate(lines) if line["what"] == "budget"), default=None)
     if begin is None:

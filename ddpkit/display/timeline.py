@@ -68,8 +68,8 @@ class Lane:
     rank: int
     spans: tuple[Span, ...]
     end: End
-    end_s: float
     words: str
+    end_s: float
     at_fault: bool = False
 
 
@@ -83,13 +83,11 @@ def lanes(ranks: Sequence[Rank], table: Sequence[Row], now_ns: int | None = None
     found = []
     for rank, row in zip(ranks, table, strict=True):
         end = _ended_ns(rank, now_ns)
-        moments = _moments(rank, _merged(_waits(rank, ranks, joins, end)), end, row.where)
-        if joins and rank.joining and not rank.collectives:
-            # A rank that was killed or stopped, or held the GIL, could not tell what it had joined.
-            moments = [("unrecorded" if m[0] == "computing" else m[0], *m[1:]) for m in moments]
+        # A rank that was killed or stopped, or held the GIL, could not tell what it had joined.
+        works: Kind = "unrecorded" if joins and rank.joining and not rank.collectives else "computing"
+        moments = _moments(rank, _waits(rank, ranks, joins, end), end, works, row.where)
         spans = tuple(Span(k, (a - begin) / 1e9, (b - begin) / 1e9, words) for k, a, b, words in moments if b > a)
-        end_s = max(0.0, (end - begin) / 1e9)
-        found.append(Lane(rank.rank, spans, _end(rank), end_s, _end_words(rank), row.tone == "fault"))
+        found.append(Lane(rank.rank, spans, *_ending(rank), max(0.0, (end - begin) / 1e9), row.tone == "fault"))
     return tuple(found)
 
 
@@ -114,23 +112,27 @@ def _joins(ranks: Sequence[Rank]) -> _Joins:
     return found
 
 
-def _moments(rank: Rank, waits: Sequence[_Moment], end: int, where: str) -> list[_Moment]:
-    """What one rank did, in order and without gaps."""
+def _moments(rank: Rank, waits: Iterable[_Moment], end: int, works: Kind, where: str) -> list[_Moment]:
+    """What one rank did, in order and without gaps. Where waits overlap, as those of DDP's buckets do, the next cuts the last."""
     if rank.started_ns is None:
         return []
-    at = rank.joining.at_ns if rank.joining else rank.started_ns
+    at = over = rank.joining.at_ns if rank.joining else rank.started_ns
     found: list[_Moment] = [("starting", rank.started_ns, min(at, end), "")]
-    for kind, joined, until, words in waits:
-        found += [("computing", at, max(at, joined), ""), (kind, max(at, joined), until, words)]
+    in_order = sorted(waits, key=lambda wait: wait[1])
+    for wait, following in zip(in_order, [*in_order[1:], None], strict=False):
+        kind, joined, until, words = wait
+        over = max(over, until)
+        until = min(over, following[1]) if following else over
+        found += [(works, at, joined, ""), (kind, max(at, joined), until, words)]
         at = max(at, until)
     if rank.look is None or not stood_still(rank):
-        return [*found, ("computing", at, end, "")]
+        return [*found, (works, at, end, "")]
     if rank.look.busy >= BUSY_FROM:
-        return [*found, ("computing", at, end, where)]
+        return [*found, (works, at, end, where)]
     quiet = min(end, rank.look.at_ns - int(rank.look.silent_s * 1e9))
     if quiet - at < NOTICED_WITHIN_NS:
         quiet = at
-    return [*found, ("computing", at, quiet, ""), ("silent", quiet, end, where)]
+    return [*found, (works, at, quiet, ""), ("silent", quiet, end, where)]
 
 
 def _waits(rank: Rank, ranks: Sequence[Rank], joins: _Joins, end: int) -> Iterable[_Moment]:
@@ -165,34 +167,15 @@ def _wait(joined: int, last: int | None, end: int, words: str) -> _Moment:
     return ("stalled" if in_vain else "waiting", joined, end if last is None else min(last, end), words)
 
 
-def _merged(waits: Iterable[_Moment]) -> list[_Moment]:
-    """Waits that overlap, as those of DDP's buckets do, cut so that each begins where the one before it ends."""
-    found: list[_Moment] = []
-    for kind, joined, until, words in sorted(waits, key=lambda wait: wait[1]):
-        if found and joined < found[-1][2]:
-            before = found[-1]
-            found[-1] = (before[0], before[1], joined, before[3])
-            until = max(until, before[2])
-        found.append((kind, joined, until, words))
-    return found
-
-
-def _end(rank: Rank) -> End:
+def _ending(rank: Rank) -> tuple[End, str]:
+    """How it ended, and `ValueError, exit code 1`, `SIGKILL` or `exit code 0`."""
     if rank.exitcode is None:
-        return "running"
+        return "running", ""
     if rank.exitcode == 0:
-        return "passed"
-    return "failed" if rank.failure or not rank.told else "ended"
-
-
-def _end_words(rank: Rank) -> str:
-    """`ValueError, exit code 1`, `SIGKILL`, `exit code 0`."""
-    if rank.exitcode is None:
-        return ""
-    if rank.signal:
-        return rank.signal
-    failure = f"{stable(rank.failure.type)}, " if rank.failure and rank.exitcode else ""
-    return f"{failure}exit code {rank.exitcode}"
+        return "passed", "exit code 0"
+    failure = f"{stable(rank.failure.type)}, " if rank.failure else ""
+    words = rank.signal or f"{failure}exit code {rank.exitcode}"
+    return "failed" if rank.failure or not rank.told else "ended", words
 
 
 # Drawing.

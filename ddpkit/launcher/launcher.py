@@ -95,7 +95,8 @@ def launch(
         share_gpu=share_gpu,
     )
     refuse_inside_a_rank()
-    return start(resolve(target, args, kwargs or {}), options, wait=wait, check=check, show=show)
+    run = start(resolve(target, args, kwargs or {}), options, wait=wait, show=show)
+    return run.check() if check and wait else run
 
 
 def _about_unknown(name: str) -> str:
@@ -111,13 +112,7 @@ def warm_up() -> None:
 
 
 def start(
-    target: Target,
-    options: Options,
-    *,
-    wait: bool = True,
-    check: bool = False,
-    show: bool | str | Sink = True,
-    patient: bool = False,
+    target: Target, options: Options, wait: bool = True, show: bool | str | Sink = True, patient: bool = False
 ) -> Run:
     """Start `target`; with `wait`, return when it is over. Called by `launch`, the cell magic and the bench.
 
@@ -157,7 +152,7 @@ def start(
     if wait:
         _wait(job)
         notebook.show_ended(run, sink)
-    return run.check() if check and wait else run
+    return run
 
 
 def _wait(job: Job) -> None:

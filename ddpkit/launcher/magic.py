@@ -30,35 +30,23 @@ class MagicParser(argparse.ArgumentParser):
 
 
 def parser() -> MagicParser:
-    """The options of `%%torchrun`; each torchrun name also with underscores, as torchrun has it."""
+    """The options of `%%torchrun`: those of `launch`, and torchrun's own, which may have underscores as well."""
     p = MagicParser(prog="%%torchrun", add_help=False, allow_abbrev=False)
-    _add(p, "nproc-per-node", dest="nproc", default="2", metavar="N", help="ranks to start")
-    _add(p, "max-restarts", type=int, default=0, metavar="N", help="how often to start the ranks anew after a failure")
-    p.add_argument("--as", dest="bind", metavar="NAME", help="the variable that gets the Run")
-    p.add_argument("--backend", help="gloo or nccl, for ddpkit.rank.setup()")
-    p.add_argument(
-        "--env", action="append", default=[], metavar="KEY=VALUE", help="an environment variable; repeatable"
-    )
-    p.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds")
-    p.add_argument("--stall", type=float, default=10.0, metavar="S", help="gather stacks after S seconds of silence")
-    for flag, words in (
-        ("stop-on-stall", "end the job at the first stall"),
-        ("share-gpu", "let more NCCL ranks than GPUs share these"),
-        ("check", "raise JobFailed unless the job passes"),
-        ("quiet", "show nothing"),
-        ("text", "stream rank-tagged text instead of the live view"),
-    ):
-        p.add_argument(f"--{flag}", action="store_true", help=words)
-    for flag, words in (
-        ("wait", "return at once with a live Run"),
-        ("warm", "start every process anew"),
-        ("reveal", "keep the verdict back"),
-    ):
-        p.add_argument(f"--no-{flag}", dest=flag, action="store_false", help=words)
+    _add(p, "nproc-per-node", dest="nproc", default="2")
+    _add(p, "max-restarts", type=int, default=0)
+    p.add_argument("--as", dest="bind")
+    p.add_argument("--backend")
+    p.add_argument("--env", action="append", default=[])
+    p.add_argument("--timeout", type=float)
+    p.add_argument("--stall", type=float, default=10.0)
+    for flag in ("stop-on-stall", "share-gpu", "check", "quiet", "text"):
+        p.add_argument(f"--{flag}", action="store_true")
+    for flag in ("wait", "warm", "reveal"):
+        p.add_argument(f"--no-{flag}", dest=flag, action="store_false")
     p.add_argument("--standalone", dest="torchrun", action="append_const", const="--standalone", default=[])
     for name in PASSED_THROUGH:
-        _add(p, name, dest="torchrun", action="append", type=f"--{name}={{}}".format, metavar="V")
-    p.add_argument("args", nargs="*", help="the script's arguments, after --")
+        _add(p, name, dest="torchrun", action="append", type=f"--{name}={{}}".format)
+    p.add_argument("args", nargs="*")
     return p
 
 

@@ -125,16 +125,15 @@ def of_module(name: str, args: Sequence[str]) -> Target:
 
 def _find_module(name: str) -> importlib.machinery.ModuleSpec | None:
     places: Sequence[str] | None = [os.getcwd(), *sys.path]
-    spec = None
     for part in name.split("."):
         if not part.isidentifier() or places is None:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(part, list(places))
+        spec = importlib.machinery.PathFinder.find_spec(part, places)
         if spec is None and part == name.partition(".")[0]:
             spec = _installed_otherwise(part)
         if spec is None:
             return None
-        places = list(spec.submodule_search_locations) if spec.submodule_search_locations else None
+        places = spec.submodule_search_locations
     return spec
 
 

@@ -6,9 +6,8 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
@@ -97,7 +96,8 @@ def train(
     ]
     own = [option for parameter in context.command.params for option in parameter.opts]
     place = _place(gpus, nproc, cpu, debug)
-    with _preset(test) as first:
+    with TemporaryDirectory(prefix="ddpkit-train-") if test else contextlib.nullcontext() as folder:
+        first = [*TEST, f"--log-dir={folder}/logs", f"--checkpoint-dir={folder}/checkpoints"] if test else []
         try:
             checked = _checked([*first, *words, *context.args], place, own)
         except ConfigError as error:
@@ -136,16 +136,6 @@ def _chosen(asked: str, visible: list[devices.Gpu]) -> list[devices.Gpu]:
     if len(set(wanted)) < len(wanted):
         raise LaunchError(f"train: --gpus {asked} names a GPU twice; each rank needs one of its own.")
     return [known[word] for word in wanted]
-
-
-@contextlib.contextmanager
-def _preset(test: bool) -> Iterator[list[str]]:
-    """The words that come before all others: those of --test, with folders that are gone afterwards."""
-    if not test:
-        yield []
-        return
-    with TemporaryDirectory(prefix="ddpkit-train-") as folder:
-        yield [*TEST, f"--log-dir={Path(folder, 'logs')}", f"--checkpoint-dir={Path(folder, 'checkpoints')}"]
 
 
 def _checked(words: Sequence[str], place: Place, own: Sequence[str]) -> tuple[TrainConfig, str]:
