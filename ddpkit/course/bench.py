@@ -45,7 +45,10 @@ class FixBench:
         self.why_not_here = self.lab.why_not_here()
         self.script = self.lab.program if isinstance(subject, str) else subject.script
         self._trials = Trials(self.lab, self.script, options)
-        self._results = [_recorded(self.lab)] if self.why_not_here else []
+        self._results: list[Result] = []
+        if self.why_not_here:
+            outcome = Outcome(Run.from_folder(self.lab.recorded), None, None, comparable=False)
+            self._results.append(Result(RECORDED, "", outcome))
         self._busy = threading.Lock()
         self._view: BenchView | None = None
         self._live: Run | None = None
@@ -165,10 +168,6 @@ class FixBench:
 
             self._view = BenchView(self)
         return {**self._view.box._repr_mimebundle_(**kwargs), "text/plain": repr(self)}
-
-
-def _recorded(lab: Lab) -> Result:
-    return Result(RECORDED, "", Outcome(Run.from_folder(lab.recorded), None, None, comparable=False))
 
 
 def _lab_for(subject: str | Run, name: str | None) -> Lab:

@@ -130,7 +130,6 @@ class BenchView:
         self._say.value = f'<div role="status">{escape(words)}</div>' if words else ""
 
     def show_results(self) -> None:
-        """Draw the table anew."""
         results = self._bench.results
         self._table.value = f'<div class="bench-results">{table(results)}</div>' if results else ""
 

@@ -25,7 +25,6 @@ class TextSink(Sink):
         self._note, self._is_still = "", False
 
     def begin(self, run: ShownRun, stop: Callable[[], None]) -> None:
-        """Say what starts."""
         self._console.print(f"{run.name}: {run.facts}", style="bold")
 
     def lines(self, batch: Sequence[Line]) -> None:
@@ -51,5 +50,4 @@ class TextSink(Sink):
         self._note, self._is_still = now.note, now.still is not None
 
     def end(self, run: ShownRun) -> None:
-        """Print the run's own text."""
         self._console.print(str(run))

@@ -99,23 +99,19 @@ def decided_backend(options: Options, env: Mapping[str, str]) -> str:
         hint = f'did you mean "{near[0]}"?' if near else "use one of them, or None to have it chosen."
         raise LaunchError(f'launch: backend "{asked}" is not one of {", ".join(BACKENDS)}; {hint}')
     gpus = len(usable_gpus(env))
+    if options.share_gpu and asked == "gloo":
+        advice = 'Use backend="nccl", or leave share_gpu out.'
+        raise LaunchError(f'launch: share_gpu=True asked for with backend "gloo", which needs no GPU. {advice}')
+    if options.share_gpu and not gpus:
+        found = _found(gpus, env)
+        raise LaunchError(f'launch: share_gpu=True asked for, but {found}. Use backend="gloo" without it.')
     if options.share_gpu:
-        _check_sharing(asked, gpus, env)
         return "nccl"
     if asked == "nccl" and gpus < options.nproc:
         advice = f'nproc={gpus}, backend="gloo", or share_gpu=True' if gpus else 'backend="gloo"'
         found = _found(gpus, env)
         raise LaunchError(f'launch: {options.nproc} ranks asked for with backend "nccl", but {found}. Use {advice}.')
     return asked or ("nccl" if gpus >= options.nproc else "gloo")
-
-
-def _check_sharing(asked: str | None, gpus: int, env: Mapping[str, str]) -> None:
-    if asked == "gloo":
-        advice = 'Use backend="nccl", or leave share_gpu out.'
-        raise LaunchError(f'launch: share_gpu=True asked for with backend "gloo", which needs no GPU. {advice}')
-    if not gpus:
-        advice = 'Use backend="gloo" without it.'
-        raise LaunchError(f"launch: share_gpu=True asked for, but {_found(gpus, env)}. {advice}")
 
 
 def _found(gpus: int, env: Mapping[str, str]) -> str:

@@ -64,7 +64,11 @@ def _alone(backend: str | None) -> int:
 
 def advice(run: Run) -> list[str]:
     """Which step failed on which rank, what that is a matter of, and what to ask next."""
-    failed = [found for rank in run.ranks for found in _failures(rank.rank, rank.stderr)]
+    failed = []
+    for rank in run.ranks:
+        told = re.search(r"^\[(\d)/6\] failed on rank \d+: .*?^\[\1/6\] (.*?)$", rank.stderr, re.MULTILINE | re.DOTALL)
+        if told:
+            failed.append((int(told[1]), rank.rank, told[2]))
     if failed:
         # The first step that failed anywhere; what came later may follow from it.
         step, _, matter = min(failed)
@@ -82,9 +86,3 @@ def advice(run: Run) -> list[str]:
         *lines,
         "next: ddpkit doctor looks over this machine; ddpkit smoke --single tries it without communication.",
     ]
-
-
-def _failures(rank: int, stderr: str) -> list[tuple[int, int, str]]:
-    """Step, rank and what it is a matter of, from what the rank has printed of its failure."""
-    found = re.search(r"^\[(\d)/6\] failed on rank \d+: .*?^\[\1/6\] (.*?)$", stderr, re.MULTILINE | re.DOTALL)
-    return [(int(found[1]), rank, found[2])] if found else []
