@@ -105,17 +105,14 @@ class Trials:
         remedies: Sequence[Remedy] = (),
         script: str | None = None,
         env: Mapping[str, str] | None = None,
-        wait: bool = True,
-        show: bool | str | Sink = False,
         **options: Any,
     ) -> Run:
-        """Launch the script with `remedies`, or the text `script` instead, with the lab's own limits; steps are written down."""
+        """Launch the script with `remedies`, or the text `script` instead; `options` go before the lab's own limits."""
         text = patched(self.script, [e for r in remedies for e in r.edits]) if script is None else script
         settings = {**(self.lab.env or {}), **{k: v for r in remedies for k, v in (r.env or {}).items()}, **(env or {})}
         name = "_".join([self.lab.name, *(r.name for r in remedies)])
         limits = {"nproc": self.lab.nproc, "timeout": self.lab.timeout, "stall": self.lab.stall}
-        asked = {**limits, **self.options, **options}
-        return run_recorded(text, asked.pop("name", name), env=settings, wait=wait, show=show, **asked)
+        return run_recorded(text, env=settings, **{"name": name, **limits, **self.options, **options})
 
     def outcome(self, run: Run, keeps: bool = True) -> Outcome:
         """What came of `run`; `keeps`: whether it trains as the plain script does."""
@@ -146,13 +143,8 @@ class Trials:
 
 
 def run_recorded(
-    script: str,
-    name: str,
-    env: Mapping[str, str],
-    wait: bool = True,
-    show: bool | str | Sink = False,
-    **options: Any,
+    script: str, name: str, env: Mapping[str, str], wait: bool = True, show: bool | str | Sink = False, **options: Any
 ) -> Run:
-    """Launch `script`, a text, with its parameters and gradients written down at every step; a hang ends at its stall."""
+    """Launch `script`, a text; every step's parameters and gradients are written down, and a hang ends at its stall."""
     checked = checked_options(env={**env, wire.ENV_STEPS: "1"}, name=name, stop_on_stall=True, **options)
     return start(of_text(script, name), checked, wait=wait, show=show, patient=True)
