@@ -6,20 +6,16 @@ Every button of its view, `bench_view.py`, calls a method of this class; it work
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ddpkit.display.picture import Picture
 from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
 from ddpkit.run import Run
 
+from . import comparison
 from .lab import Lab, Remedy, fits, lab, labs, patched
-from .results import Result, Results
-from .trial import Outcome, Trials
-
-if TYPE_CHECKING:
-    from ddpkit.display.picture import Picture
-
-    from .bench_view import BenchView
+from .trial import Outcome, Result, Results, Trials
 
 NOTHING, OWN, RECORDED = "as it is", "your own edit", "as it is, recorded on Linux"
 PREDICTIONS = ("cures", "does not")
@@ -50,7 +46,7 @@ class FixBench:
             outcome = Outcome(Run.from_folder(self.lab.recorded), None, None, comparable=False)
             self._results.append(Result(RECORDED, "", outcome))
         self._busy = threading.Lock()
-        self._view: BenchView | None = None
+        self._view: Any = None
         self._live: Run | None = None
 
     @property
@@ -139,9 +135,7 @@ class FixBench:
         """
         if not self._results:
             raise LaunchError("FixBench: there is nothing to compare yet; run something first.")
-        from .comparison import draw
-
-        return draw(self.lab.title, self.results)
+        return comparison.draw(self.lab.title, self.results)
 
     def drift(self) -> Picture:
         """A figure of how far the ranks' parameters were apart after each step, a line for each result.
@@ -155,9 +149,7 @@ class FixBench:
             raise LaunchError(
                 "FixBench: there is no drift to draw yet; run something that applies a step on every rank."
             )
-        from .comparison import draw_drift
-
-        return draw_drift(self.lab.title, apart)
+        return comparison.draw_drift(self.lab.title, apart)
 
     def __repr__(self) -> str:
         return f"bench: {self.lab.title} · {len(self.remedies)} remedies"

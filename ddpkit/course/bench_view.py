@@ -20,7 +20,7 @@ from ddpkit.display.view import RunView
 from ddpkit.errors import LaunchError
 
 from .lab import Remedy
-from .results import Result
+from .trial import Result
 
 # Lines shown around a change; what lies farther off is folded.
 AROUND = 3

@@ -10,7 +10,7 @@ from typing import Any
 from ddpkit.display.picture import Picture, new_figure
 from ddpkit.runfolder import steps
 
-from .results import Result
+from .trial import Result
 
 ASKED = ("ends well", "replicas equal", "as one process")
 # Okabe and Ito's colours; the sign and the hatching say the same without them.

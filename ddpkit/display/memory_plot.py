@@ -20,7 +20,6 @@ from .picture import PAPER, Picture, legend, name_rows, new_figure
 from .shown import ShownRun
 
 REST = "activations and the rest"
-# Okabe and Ito's colours, which the colour-blind tell apart; the hatching tells them apart in grey.
 _STYLES = (("#0072b2", ""), ("#56b4e9", "///"), ("#009e73", "..."), ("#cc79a7", "xxx"), ("#e69f00", "\\\\\\"))
 _LOOKS = dict(zip((*wire.MEMORY_PARTS, REST), _STYLES, strict=True))
 _LINES = (("#0072b2", "o", "-"), ("#e69f00", "s", "--"), ("#009e73", "^", ":"), ("#000000", "x", "-."))

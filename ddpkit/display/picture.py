@@ -1,4 +1,7 @@
-"""A figure as notebooks show it, a PNG with alternative text, and what all figures share."""
+"""A figure as notebooks show it, a PNG with alternative text, and what all figures share.
+
+Their colours are Okabe and Ito's, which the colour-blind tell apart; hatching tells them apart in grey.
+"""
 
 from __future__ import annotations
 

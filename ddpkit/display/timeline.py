@@ -34,7 +34,6 @@ HATCHED_FROM = 0.004
 # The watcher asks a silent rank about once a second: a silence may have begun so much earlier than it was noticed.
 NOTICED_WITHIN_NS = 1_600_000_000
 
-# Okabe and Ito's colours, which the colour-blind tell apart; the hatching tells them apart in grey.
 _LOOKS: dict[Kind, tuple[str, str, str, str]] = {
     "starting": ("starts", "#d9d9d9", "", "#ffffff"),
     "unrecorded": ("not recorded", "#efefef", "", "#bbbbbb"),
@@ -71,9 +70,6 @@ class Lane:
     words: str
     end_s: float
     at_fault: bool = False
-
-
-# What happened when.
 
 
 def lanes(ranks: Sequence[Rank], table: Sequence[Row], now_ns: int | None = None) -> tuple[Lane, ...]:
@@ -176,9 +172,6 @@ def _ending(rank: Rank) -> tuple[End, str]:
     failure = f"{stable(rank.failure.type)}, " if rank.failure else ""
     words = rank.signal or f"{failure}exit code {rank.exitcode}"
     return "failed" if rank.failure or not rank.told else "ended", words
-
-
-# Drawing.
 
 
 def draw(run: ShownRun) -> Picture:

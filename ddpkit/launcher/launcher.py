@@ -173,9 +173,6 @@ def refuse_inside_a_rank() -> None:
         )
 
 
-# What is started.
-
-
 def _torchrun(target: Sequence[str], options: Options) -> list[str]:
     """The plain command line. Logs, and ddpkit's part in each rank, come in through the environment."""
     own_rendezvous = any(o.startswith(("--rdzv", "--master", "--nnodes", "--node-rank")) for o in options.torchrun)
