@@ -38,7 +38,7 @@ def draw(title: str, results: Sequence[Result]) -> Picture:
     asked.xaxis.tick_top()
     times.axvline(1.0, color="#555555", linewidth=1, linestyle=":")
     times.set_xlabel("time of a step, against the plain run", fontsize=8)
-    times.set_xlim(0, max([1.0, *(_highest(r) for r in results)]) * 1.25)
+    times.set_xlim(0, max([1.0, *(r.outcome.step_ratios[2] for r in results if r.outcome.step_ratios)]) * 1.25)
     times.tick_params(labelsize=8)
     for axes in (asked, times):
         axes.spines[["top", "right", "left"]].set_visible(False)
@@ -48,22 +48,15 @@ def draw(title: str, results: Sequence[Result]) -> Picture:
 
 def _draw_time(times: Any, y: int, result: Result) -> None:
     """A bar as long as the ratio, with the middle half of the steps' times as a whisker."""
-    found = result.outcome
-    if found.step_ratio is None or not found.step or not found.plain_step:
+    ratios = result.outcome.step_ratios
+    if ratios is None:
         words = "did not finish" if not result.run.ok else "not measured"
         times.text(0.02, y, words, va="center", fontsize=8, bbox={"color": "white", "pad": 1})
         return
-    low, high = found.step.low / found.plain_step.median, _highest(result)
-    times.barh(
-        [y], [found.step_ratio], height=0.55, color="#56b4e9", hatch="" if result.cures else "///", edgecolor="white"
-    )
+    low, median, high = ratios
+    times.barh([y], [median], height=0.55, color="#56b4e9", hatch="" if result.cures else "///", edgecolor="white")
     times.plot([low, high], [y, y], color="#333333", linewidth=1.2)
-    times.text(high, y, f"  {found.step_words}", va="center", fontsize=8)
-
-
-def _highest(result: Result) -> float:
-    found = result.outcome
-    return found.step.high / found.plain_step.median if found.step and found.plain_step else 0.0
+    times.text(high, y, f"  {result.outcome.step_words}", va="center", fontsize=8)
 
 
 def draw_drift(title: str, apart: Mapping[str, Sequence[float]]) -> Picture:

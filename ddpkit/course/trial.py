@@ -46,16 +46,19 @@ class Outcome:
         return steps.equal(self.replicas_apart)
 
     @property
-    def step_ratio(self) -> float | None:
-        """The time of a step against the plain run's, of medians; None where either is not known."""
-        return self.step.median / self.plain_step.median if self.step and self.plain_step else None
+    def step_ratios(self) -> tuple[float, float, float] | None:
+        """The quartiles of a step's time, in units of the plain run's median; None where either is not known."""
+        if not self.step or not self.plain_step:
+            return None
+        plain = self.plain_step.median
+        return self.step.low / plain, self.step.median / plain, self.step.high / plain
 
     @property
     def step_words(self) -> str:
         """`1.7×`; `≈ 1×` where the middle halves of the steps' times overlap; `–` where it is not known."""
-        if not self.step or not self.plain_step or self.step_ratio is None:
+        if not self.step or not self.plain_step or not self.step_ratios:
             return "–"
-        return "≈ 1×" if self.step.overlaps(self.plain_step) else f"{self.step_ratio:.2g}×"
+        return "≈ 1×" if self.step.overlaps(self.plain_step) else f"{self.step_ratios[1]:.2g}×"
 
     @property
     def ends(self) -> str:
