@@ -137,20 +137,6 @@ class FixBench:
             raise LaunchError("FixBench: there is nothing to compare yet; run something first.")
         return comparison.draw(self.lab.title, self.results)
 
-    def drift(self) -> Picture:
-        """A figure of how far the ranks' parameters were apart after each step, a line for each result.
-
-        Raises:
-            LaunchError: no run has applied a step on every rank yet.
-            ImportError: matplotlib is not installed.
-        """
-        apart = {r.tried: r.apart_by_step for r in self._results if r.apart_by_step}
-        if not apart:
-            raise LaunchError(
-                "FixBench: there is no drift to draw yet; run something that applies a step on every rank."
-            )
-        return comparison.draw_drift(self.lab.title, apart)
-
     def __repr__(self) -> str:
         return f"bench: {self.lab.title} · {len(self.remedies)} remedies"
 

@@ -1,10 +1,9 @@
-"""Draws the results of a bench: what each remedy passed, its step's time against the plain run's, and how replicas drift."""
+"""Draws the results of a bench: what each remedy passed, and its step's time against the plain run's."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from itertools import cycle
+from collections.abc import Sequence
 from typing import Any
 
 from ddpkit.display.picture import Picture, new_figure
@@ -15,7 +14,6 @@ from .trial import Result
 ASKED = ("ends well", "replicas equal", "as one process")
 # Okabe and Ito's colours; the sign and the hatching say the same without them.
 YES, NO, NONE = ("#009e73", "✓"), ("#d55e00", "✗"), ("#d9d9d9", "–")
-LINES = (("#d55e00", "o"), ("#0072b2", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#e69f00", "v"), ("#000000", "x"))
 ROW, MARGIN, NAME_LETTERS = 0.42, 1.0, 34
 
 
@@ -57,26 +55,6 @@ def _draw_time(times: Any, y: int, result: Result) -> None:
     times.barh([y], [median], height=0.55, color="#56b4e9", hatch="" if result.cures else "///", edgecolor="white")
     times.plot([low, high], [y, y], color="#333333", linewidth=1.2)
     times.text(high, y, f"  {result.outcome.step_words}", va="center", fontsize=8)
-
-
-def draw_drift(title: str, apart: Mapping[str, Sequence[float]]) -> Picture:
-    """The distance between the ranks' parameters after each step, by what was tried."""
-    figure = new_figure("bench.drift()", 3.2)
-    from matplotlib.ticker import MaxNLocator
-
-    axes = figure.subplots()
-    # Lines that lie on each other at nothing are told apart by their marks.
-    for (tried, distances), (colour, mark) in zip(apart.items(), cycle(LINES)):
-        axes.plot(range(len(distances)), distances, color=colour, marker=mark, markersize=5, linewidth=1.4, label=tried)
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("step", fontsize=8)
-    axes.set_ylabel("parameters of the ranks apart", fontsize=8)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
-    said = (f"{tried}: {distances[-1]:.2g} after {len(distances)} steps" for tried, distances in apart.items())
-    return Picture(figure, f"{title}. How far the ranks' parameters are apart. {'; '.join(said)}.")
 
 
 def answers(result: Result) -> tuple[bool | None, ...]:
