@@ -95,7 +95,7 @@ class FixBench:
             raise LaunchError(f"FixBench: predict={predict!r} is not known; use {' or '.join(map(repr, PREDICTIONS))}.")
         if names and edit is not None:
             raise LaunchError(
-                "FixBench: names of remedies or edit=, not both; `script_with(...)` gives a text to edit."
+                "FixBench: give names of remedies or edit=, not both; script_with() has the text to edit."
             )
         remedies = [self.lab.remedy(n) for n in names]
         script = self.script_with(*names) if edit is None else edit

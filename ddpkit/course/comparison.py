@@ -24,7 +24,9 @@ def draw(title: str, results: Sequence[Result]) -> Picture:
     asked, times = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
     names = ["\n".join(textwrap.wrap(r.tried, NAME_LETTERS)) for r in results]
     for y, result in enumerate(results):
-        for x, answer in enumerate(answers(result)):
+        found = result.outcome
+        apart, off = found.replicas_apart, found.off_one_process if found.comparable else None
+        for x, answer in enumerate((found.run.ok, _is_equal(apart), _is_equal(off))):
             colour, sign = {True: YES, False: NO, None: NONE}[answer]
             asked.scatter([x], [y], s=230, color=colour, marker="o" if answer else "s")
             asked.text(x, y, sign, ha="center", va="center", color="white" if answer is not None else "black")
@@ -57,12 +59,5 @@ def _draw_time(times: Any, y: int, result: Result) -> None:
     times.text(high, y, f"  {result.outcome.step_words}", va="center", fontsize=8)
 
 
-def answers(result: Result) -> tuple[bool | None, ...]:
-    """Whether it ended well, with equal replicas, as one process would have it; None where that cannot be asked."""
-    found = result.outcome
-    apart, off = found.replicas_apart, found.off_one_process
-    return (
-        found.run.ok,
-        None if apart is None else steps.equal(apart),
-        steps.equal(off) if off is not None and found.comparable else None,
-    )
+def _is_equal(difference: float | None) -> bool | None:
+    return None if difference is None else steps.equal(difference)

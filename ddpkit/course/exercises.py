@@ -1,7 +1,6 @@
 """Exercises: reads `tasks/<task>/`, keeps what a student has done, and gives `hint`, `progress` and `reset`.
 
-A task is a folder, t02_1 for task "02.1": `task.toml`, the program it is about, and what an answer is compared with.
-`grading.py` compares.
+Task "02.1" is the folder t02_1: `task.toml`, its program, and what `grading.py` compares an answer with.
 """
 
 from __future__ import annotations
@@ -221,7 +220,5 @@ def _read(folder: Path) -> Task:
     kinds = [kind for kind in ("program", "reference", "harness") if (folder / f"{kind}.py").is_file()]
     texts: dict[str, Any] = {kind: read_program(folder / f"{kind}.py") for kind in kinds}
     if found.get("answer") not in ANSWERS or len(found.get("hints", ())) != LEVELS or not all(found["hints"]):
-        raise ValueError(
-            f"tasks/{folder.name}/task.toml: `answer` is one of {', '.join(ANSWERS)}, `hints` are {LEVELS}."
-        )
+        raise ValueError(f"tasks/{folder.name}/task.toml: `answer` is one of {ANSWERS}, `hints` are {LEVELS}.")
     return Task(folder.name[1:].replace("_", "."), **{**found, "hints": tuple(found["hints"])}, **texts)

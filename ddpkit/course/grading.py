@@ -93,7 +93,6 @@ def _steps(asked: Task, answer: Any, nproc: int) -> Iterable[Step]:
 
 
 def _of_run(asked: Task, answer: Run, nproc: int) -> Iterator[Step]:
-    """The steps for a run of the mended program."""
     mine = f"your run {answer.name}"
     if not answer.ok or not answer.script:
         got = answer.verdict.sentence or answer.state
@@ -138,8 +137,7 @@ def _recorded(asked: Task, script: str, nproc: int, env: Mapping[str, str]) -> R
 
 
 def _of_function(asked: Task, answer: Callable[..., Any], nproc: int) -> Iterator[Step]:
-    """The steps for a function, which the exercise's own program calls on every rank."""
-    # Not to be imported by anybody: its functions then travel with the call.
+    # The exercise's own program calls the function. No rank can import it, so its functions travel with the call.
     harness = types.ModuleType("harness")
     exec(compile(asked.harness, f"exercise {asked.name}", "exec"), harness.__dict__)
     name = getattr(answer, "__name__", "your function")
@@ -159,7 +157,6 @@ def _of_function(asked: Task, answer: Callable[..., Any], nproc: int) -> Iterato
 
 
 def _of_evidence(asked: Task, answer: dict[str, Any], nproc: int) -> Iterator[Step]:
-    """The steps for what was read from the evidence."""
     for key, wanted in asked.wants.items():
         given = answer.get(key)
         called = f"answer[{key!r}]"

@@ -13,9 +13,10 @@ from typing import Any
 
 from ddpkit.diagnosis.pages import LAB, BadPage, NoSuchPage
 from ddpkit.errors import LaunchError
+from ddpkit.run import Run
 
 CATALOG = Path(__file__).parents[1] / "catalog"
-PROGRAM, RECORDED = "broken.py", "recorded.zip"
+PROGRAM, RECORDED, RECORDED_ON_GPU = "broken.py", "recorded.zip", "gpu.zip"
 EXPECTED = ("fails", "hangs", "silent")
 KINDS = ("cure", "costly", "decoy")
 # How a decoy ends: as a failed job, as one that hangs, or as one that passes and is wrong.
@@ -146,6 +147,26 @@ def labs() -> tuple[Lab, ...]:
         program = read_program(file.with_name(PROGRAM))
         found.append(parse(file.parent.name, file.read_text(encoding="utf-8"), program))
     return tuple(found)
+
+
+def on_gpu(name: str) -> Run | None:
+    """The run of failure `name` that was recorded on a GPU; its first note says on which, with which versions, by which ranks.
+
+    None, and a sentence, where none has been recorded yet.
+
+    Raises:
+        NoSuchPage: the catalog has no failure of that name.
+    """
+    known = [folder.name for folder in CATALOG.iterdir()]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+        meant = f" Did you mean {' or '.join(near)}?" if near else " `ddpkit explain` lists all."
+        raise NoSuchPage(f"on_gpu: the catalog has no failure {name!r}.{meant}")
+    bundle = CATALOG / name / RECORDED_ON_GPU
+    if not bundle.exists():
+        print(f"{name}: no run on a GPU has been recorded yet.")
+        return None
+    return Run.from_folder(bundle)
 
 
 def read_program(file: Path) -> str:

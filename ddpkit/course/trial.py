@@ -96,8 +96,7 @@ def _who(run: Run) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """One run on the bench. `predicted` is what the reader said before it: "cures", "does not", or "" for nothing; `why`
-    says of each remedy in it why it does what it does."""
+    """One run on the bench. `predicted`: "cures", "does not", or "" for nothing; `why`: the reasons of its remedies."""
 
     tried: str
     predicted: str

@@ -1,4 +1,4 @@
-"""What a running job tells whoever shows it: lines and states, as plain data; `watch` speaks, a view or a terminal listens."""
+"""What a running job tells the view or the terminal that shows it: lines and states, as plain data."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class RankNow:
-    """A rank at this moment. `words` says it.
-
-    `kind` is starting, running, silent, passed, failed, consequence or ended.
-    """
+    """A rank at this moment; `kind` is starting, running, silent, passed, failed, consequence or ended."""
 
     rank: int
     kind: str

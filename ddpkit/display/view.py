@@ -84,14 +84,12 @@ class RunView(anywidget.AnyWidget, Sink):
         self._clock.start()
 
     def lines(self, batch: Sequence[Line]) -> None:
-        """Queue lines; the clock sends them."""
         with self._lock:
             for line in batch:
                 self._lane(line.rank).add(line, self._start_ns)
         self._wake.set()
 
     def now(self, now: Now) -> None:
-        """Take the state of every rank; the clock sends it."""
         with self._lock:
             self._now, self._fresh = now, True
             for rank in now.ranks:
@@ -115,8 +113,6 @@ class RunView(anywidget.AnyWidget, Sink):
         # The last look at the ranks may be older than their last line.
         at = max(picture.get("at", 0), round((time.time_ns() - self._start_ns) / 1e9, 2))
         self._keep("final", {**picture, "at": at, "state": run.state, **_ending(run)})
-
-    # The clock.
 
     def _run_clock(self) -> None:
         while not self._over.is_set() and not self._gone:
@@ -179,8 +175,6 @@ class RunView(anywidget.AnyWidget, Sink):
 
     def _lane(self, rank: int) -> Lane:
         return self._lanes.setdefault(rank, Lane())
-
-    # The browser.
 
     def _hear(self, _widget: object, content: Any, _buffers: object) -> None:
         """A message from a view, on whatever thread the kernel reads it."""

@@ -127,7 +127,8 @@ def start(
     folder = new_run_folder(options.name or target.name)
     program, *rest = target.write(folder)
     command = _torchrun([program, *rest], options)
-    spec = _spec(target, options, command, env, backend, shared) | {"program": "" if program == "-m" else program}
+    script = "" if program == "-m" else program
+    spec = _spec(target, options, command, env, backend, shared) | {"program": script}
     save_spec(folder, spec)
     env[wire.ENV_RUN] = str(folder)
     job = Job(
@@ -136,7 +137,8 @@ def start(
             command,
             env | _torchrun_settings(folder),
             _cold_because(target, options, env),
-            target.imports_from(folder),
+            # What Python puts before all other folders in torchrun's agent and in the ranks.
+            [os.getcwd(), os.path.dirname(script)] if script else [os.getcwd()],
             target.variables(),
             _base_environment(),
             zygote.PATIENCE_S if wait or patient else 0,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import shlex
-from dataclasses import fields
 from typing import Any, NoReturn
 
 from ddpkit.errors import LaunchError
 
 from .launcher import refuse_inside_a_rank, start, warm_up
-from .options import Options, checked_options
+from .options import checked_options
 from .target import of_text
 
 # torchrun's options that pass through, beside --standalone.
@@ -20,6 +19,9 @@ PASSED_THROUGH = (
     "role monitor-interval start-method local-ranks-filter numa-binding shutdown-timeout"
 ).split()
 KEPT_BY_DDPKIT = ("log-dir", "redirects", "tee", "no-python", "run-path", "module", "logs-specs")
+
+# Where the parser keeps what is no option of the job.
+OF_THE_MAGIC = ("bind", "args", "check", "quiet", "text", "wait")
 
 
 class MagicParser(argparse.ArgumentParser):
@@ -56,12 +58,17 @@ def _add(p: argparse.ArgumentParser, name: str, **settings: Any) -> None:
 
 def torchrun(line: str, cell: str, namespace: dict[str, Any]) -> None:
     """Run `cell` as a torchrun script with the options in `line`; binds the run in `namespace`, as `_run` too."""
-    asked = _parsed(line)
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError as error:
+        raise LaunchError(f"%%torchrun: the line cannot be read ({error}): {line}") from None
+    asked, unknown = parser().parse_known_args(words)
+    if unknown:
+        raise LaunchError(_about_unknown(unknown[0].split("=")[0]))
     if asked.bind and not asked.bind.isidentifier():
         raise LaunchError(f"%%torchrun: --as {asked.bind} is not a variable name.")
     refuse_inside_a_rank()
-    names = {one.name for one in fields(Options)} | {"timeout", "stall"}
-    given = {name: value for name, value in vars(asked).items() if name in names}
+    given = {name: value for name, value in vars(asked).items() if name not in OF_THE_MAGIC}
     options = checked_options(**given | {"env": dict(map(_pair, asked.env))})
     # The magic's own line is line 1 of the cell: tracebacks then count as the cell does.
     target = of_text("\n" + cell, asked.bind or "cell", asked.args, "%%torchrun", "the cell")
@@ -72,25 +79,10 @@ def torchrun(line: str, cell: str, namespace: dict[str, Any]) -> None:
         run.check()
 
 
-def _parsed(line: str) -> argparse.Namespace:
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError as error:
-        raise LaunchError(f"%%torchrun: the line cannot be read ({error}): {line}") from None
-    p = parser()
-    asked, unknown = p.parse_known_args(words)
-    if unknown:
-        raise LaunchError(_about_unknown(unknown[0].split("=")[0], p))
-    return asked
-
-
-def _about_unknown(option: str, p: argparse.ArgumentParser) -> str:
-    plain = option.lstrip("-").replace("_", "-")
-    if plain in KEPT_BY_DDPKIT:
-        return (
-            f"%%torchrun: {option} cannot be given here: ddpkit keeps the logs and the script itself; see run.folder."
-        )
-    known = [o for action in p._actions for o in action.option_strings]
+def _about_unknown(option: str) -> str:
+    if option.lstrip("-").replace("_", "-") in KEPT_BY_DDPKIT:
+        return f"%%torchrun: {option} cannot be given here: ddpkit keeps the logs and the script; see run.folder."
+    known = [each for action in parser()._actions for each in action.option_strings]
     near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
     hint = f"did you mean {near[0]}?" if near else "the script's own options go after --."
     return f"%%torchrun: there is no option {option}; {hint}"

@@ -20,13 +20,11 @@ EXIT_CODES = {"passed": 0, "stopped": 130, "timed_out": 124, "hung": 124}
 
 # NCCL refuses two ranks on one GPU of one host. With an NCCL_HOSTID for each rank, which `rank/joining/process_group.py`
 # sets, it takes them for hosts, and then everything must go over sockets.
-SHARED_GPU = dict(
-    setting.split("=")
-    for setting in (
-        "NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 "
-        "NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0 NCCL_CUMEM_ENABLE=0 NCCL_RAS_ENABLE=0"
-    ).split()
+_BY_SOCKETS = (
+    "NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 "
+    "NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0 NCCL_CUMEM_ENABLE=0 NCCL_RAS_ENABLE=0"
 )
+SHARED_GPU = dict(setting.split("=") for setting in _BY_SOCKETS.split())
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,7 @@ def _ranks_asked_for(nproc: Any) -> int:
     if number < 1:
         raise LaunchError(f"launch: nproc={number} asked for; a job has at least one rank.")
     if number > most:
-        raise LaunchError(
-            f"launch: {number} ranks asked for on {os.cpu_count()} cores; the most allowed here is {most}."
-        )
+        raise LaunchError(f"launch: {number} ranks asked for on {os.cpu_count()} cores; ask for {most} at most.")
     return number
 
 
@@ -99,17 +95,16 @@ def decided_backend(options: Options, env: Mapping[str, str]) -> str:
         hint = f'did you mean "{near[0]}"?' if near else "use one of them, or None to have it chosen."
         raise LaunchError(f'launch: backend "{asked}" is not one of {", ".join(BACKENDS)}; {hint}')
     gpus = len(usable_gpus(env))
+    found = _found(gpus, env)
     if options.share_gpu and asked == "gloo":
         advice = 'Use backend="nccl", or leave share_gpu out.'
         raise LaunchError(f'launch: share_gpu=True asked for with backend "gloo", which needs no GPU. {advice}')
     if options.share_gpu and not gpus:
-        found = _found(gpus, env)
         raise LaunchError(f'launch: share_gpu=True asked for, but {found}. Use backend="gloo" without it.')
     if options.share_gpu:
         return "nccl"
     if asked == "nccl" and gpus < options.nproc:
         advice = f'nproc={gpus}, backend="gloo", or share_gpu=True' if gpus else 'backend="gloo"'
-        found = _found(gpus, env)
         raise LaunchError(f'launch: {options.nproc} ranks asked for with backend "nccl", but {found}. Use {advice}.')
     return asked or ("nccl" if gpus >= options.nproc else "gloo")
 

@@ -60,12 +60,6 @@ class Target:
             (folder / name).write_bytes(content)
         return [part.replace("{folder}", str(folder), 1) for part in self.command]
 
-    def imports_from(self, folder: Path) -> list[str]:
-        """The folders that Python puts before all others in torchrun's agent and in the ranks."""
-        if self.command[0] == "-m":
-            return [os.getcwd()]
-        return [os.getcwd(), os.path.dirname(self.command[0].replace("{folder}", str(folder), 1))]
-
     def variables(self) -> list[str]:
         """What looks like a name of an environment variable in a program that may set some before it imports torch."""
         sets_some = b"environ" in self.source or b"putenv" in self.source
@@ -85,13 +79,10 @@ def resolve(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Targ
     if callable(target):
         return of_function(target, tuple(args), dict(kwargs))
     if kwargs:
-        raise LaunchError(
-            "launch: kwargs= goes to a function; a script or module takes its options as strings in args=."
-        )
+        raise LaunchError("launch: kwargs= goes to a function; a script or module takes strings, in args=.")
     if not isinstance(target, str | os.PathLike):
-        raise LaunchError(
-            f"launch: target is a {type(target).__name__}; give a script's path, a module's name or a function."
-        )
+        found = type(target).__name__
+        raise LaunchError(f"launch: target is a {found}; give a script's path, a module's name or a function.")
     words = [str(a) for a in args]
     text = os.fspath(target)
     if text.endswith(".py") or os.sep in text or Path(text).is_file():
@@ -157,9 +148,8 @@ def of_text(text: str, name: str, args: Sequence[str] = (), asker: str = "launch
     try:
         compile(text, file, "exec", dont_inherit=True)
     except SyntaxError as error:
-        raise LaunchError(
-            f"{asker}: line {error.lineno} of {what} does not compile ({error.msg}): {(error.text or '').strip()}"
-        ) from None
+        line = (error.text or "").strip()
+        raise LaunchError(f"{asker}: line {error.lineno} of {what} does not compile ({error.msg}): {line}") from None
     command, files = ("{folder}/" + file, *args), {file: text.encode()}
     return Target(name, command, files, path_folder=os.getcwd(), source=text.encode())
 

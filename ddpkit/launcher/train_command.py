@@ -90,10 +90,8 @@ def train(
         return
     given = {"config": config, "batch-size": batch_size, "num-epochs": epochs, "log-dir": log_dir}
     given |= {"checkpoint-dir": checkpoint_dir, "resume": {True: "auto", False: "never", None: None}[resume]}
-    words = [
-        *["--log-level=DEBUG"] * debug,
-        *(f"--{name}={value}" for name, value in given.items() if value is not None),
-    ]
+    words = ["--log-level=DEBUG"] if debug else []
+    words += [f"--{name}={value}" for name, value in given.items() if value is not None]
     own = [option for parameter in context.command.params for option in parameter.opts]
     place = _place(gpus, nproc, cpu, debug)
     with TemporaryDirectory(prefix="ddpkit-train-") if test else contextlib.nullcontext() as folder:
@@ -130,9 +128,8 @@ def _chosen(asked: str, visible: list[devices.Gpu]) -> list[devices.Gpu]:
     if absent := [word for word in wanted if word not in known]:
         found = f"the GPUs visible here are {', '.join(known)}" if known else "no GPU is visible here"
         found = found if options.torch_has_cuda() else "this torch was built without CUDA"
-        raise LaunchError(
-            f"train: --gpus {asked} asks for {', '.join(absent)}, but {found}; name others, or use --cpu."
-        )
+        names = ", ".join(absent)
+        raise LaunchError(f"train: --gpus {asked} asks for {names}, but {found}; name others, or use --cpu.")
     if len(set(wanted)) < len(wanted):
         raise LaunchError(f"train: --gpus {asked} names a GPU twice; each rank needs one of its own.")
     return [known[word] for word in wanted]
