@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .course.bench import FixBench
     from .course.exercises import hint, progress, reset, task
     from .course.grading import check
-    from .course.recordings import on_gpu
+    from .course.lab import on_gpu
     from .diagnosis.log.judge import diagnose
     from .diagnosis.pages import explain
     from .errors import LaunchError, LogError
@@ -41,7 +41,7 @@ _HOMES = {
     "Run": "run",
     "diagnose": "diagnosis.log.judge",
     "doctor": "machine.examination",
-    "on_gpu": "course.recordings",
+    "on_gpu": "course.lab",
     "explain": "diagnosis.pages",
     "JobFailed": "run",
     "LaunchError": "errors",

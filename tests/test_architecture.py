@@ -18,7 +18,7 @@ MOST_LINES_OF_PACKAGE, MOST_LINES_OF_VERDICT, MOST_LINES_OF_TESTS = 20_500, 2_00
 MAY_IMPORT = {
     "__init__": "course diagnosis diagnosis.log errors launcher machine run",
     "cli": "course diagnosis diagnosis.log errors launcher machine",
-    "course": "diagnosis display errors launcher run runfolder verdict",
+    "course": "diagnosis display errors launcher run runfolder",
     "launcher": "diagnosis display errors machine processes run runfolder settings watcher",
     "watcher": "diagnosis display machine processes run runfolder verdict",
     "run": "diagnosis display processes runfolder verdict",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 import ddpkit
 from ddpkit import JobFailed, LaunchError
 from ddpkit.launcher import magic
-from ddpkit.launcher.options import LAUNCH_OPTIONS
 from ddpkit.machine import devices
 from ddpkit.runfolder import wire
 
@@ -89,10 +87,6 @@ def test_near_miss_options(script: Callable[..., str]) -> None:
     refused(r"torchrun='--role x' is one string; give a list", script(""), torchrun="--role x")
     with pytest.raises(LaunchError, match="show='loud' is not known"):
         ddpkit.launch(script(""), show="loud")
-
-
-def test_the_options_that_are_suggested_are_those_of_launch() -> None:
-    assert {*LAUNCH_OPTIONS, "unknown"} == set(inspect.signature(ddpkit.launch).parameters)
 
 
 def test_functions_that_cannot_be_pickled_name_the_variable(home: Path) -> None:

@@ -131,7 +131,6 @@ def test_results_hold_nothing_that_varies(home: Path) -> None:
     assert 0.01 < first.results[0].apart_by_step[0] < 1
     figure = first.compare()
     assert figure.png()[:4] == b"\x89PNG" and "Catch the error" in figure.alt
-    assert "as it is: 0." in first.drift().alt and first.drift().png()[:4] == b"\x89PNG"
 
 
 @pytest.mark.job

@@ -377,7 +377,7 @@ def test_on_the_bench_a_decoy_fails_and_a_cure_passes(lab: Lab, page: Any, shots
     wait_for_text(page, bench.locator(".bench-results > table > tbody > tr"), "fails")
     row = bench.locator(".bench-results > table > tbody > tr").first.inner_text()
     assert "A barrier in every step" in row and "cures" in row and "1 1" in row
-    wait_for_text(page, bench.locator(".ddpkit"), "Every rank alike raised RuntimeError")
+    wait_for_text(page, bench.locator(".ddpkit"), "Every rank raised RuntimeError")
     shoot_bench(page, bench, shots, "bench-decoy")
     assert run.is_disabled(), "the next run wants a prediction of its own"
     choose(bench, "A barrier in every step")

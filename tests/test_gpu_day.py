@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import ddpkit
-from ddpkit.course import recordings
+from ddpkit.course import lab
 from ddpkit.diagnosis.pages import NoSuchPage
 from ddpkit.runfolder import wire
 
@@ -60,7 +60,7 @@ def test_the_day_leaves_recordings_that_can_be_shown(home: Path, monkeypatch: py
     taken = run("tools/take_gpu_day.py", str(found), "--into", str(home / "taken"))
     assert taken.returncode == 0, taken.stderr
     assert "**A dry run: nothing here is of a GPU.**" in (home / "taken" / "docs" / "gpu.md").read_text()
-    monkeypatch.setattr(recordings, "files", lambda package: home / "taken" / package)
+    monkeypatch.setattr(lab, "CATALOG", home / "taken" / "ddpkit" / "catalog")
     recorded = ddpkit.on_gpu("unused_parameters")
     assert recorded is not None and recorded.culprit == "every rank" and recorded.script
     assert recorded.notes[0].startswith("recorded on a machine without a GPU, torch ")

@@ -358,13 +358,3 @@ def test_without_a_record_it_is_said_how_to_make_one(tmp_path: Path) -> None:
     write_rank(tmp_path, 0, exitcode=0)
     with pytest.raises(LookupError, match=r"no rank wrote down its memory; call ddpkit.rank.memory_budget\(None\)"):
         memory_plot.draw(Run.from_folder(tmp_path))
-
-
-def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    code = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        f"from ddpkit import Run\nfrom ddpkit.display import memory_plot\nmemory_plot.draw(Run.from_folder({str(tmp_path)!r}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "matplotlib is not installed in this environment; pip install matplotlib." in done.stderr

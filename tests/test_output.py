@@ -225,7 +225,7 @@ def test_the_text_stream_tags_every_line_with_its_rank(home: Path) -> None:
 
 
 def test_a_target_is_written_and_named(home: Path) -> None:
-    cell = target.of_cell("print(1)\n", "my run!", ["--lr", "0.1"])
+    cell = target.of_text("print(1)\n", "my run!", ["--lr", "0.1"])
     command = cell.write(home)
     assert command == [str(home / "my_run.py"), "--lr", "0.1"]
     assert folders.home() == home / ".ddpkit"

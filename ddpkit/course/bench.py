@@ -6,21 +6,16 @@ Every button of its view, `bench_view.py`, calls a method of this class; it work
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ddpkit.display.picture import Picture
 from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
 from ddpkit.run import Run
 
+from . import comparison
 from .lab import Lab, Remedy, fits, lab, labs, patched
-from .results import Result, Results
-from .trial import Outcome, Trials
-
-if TYPE_CHECKING:
-    from ddpkit.display.picture import Picture
-
-    from .bench_view import BenchView
+from .trial import Outcome, Result, Results, Trials
 
 NOTHING, OWN, RECORDED = "as it is", "your own edit", "as it is, recorded on Linux"
 PREDICTIONS = ("cures", "does not")
@@ -46,9 +41,12 @@ class FixBench:
         self.why_not_here = self.lab.why_not_here()
         self.script = self.lab.program if isinstance(subject, str) else subject.script
         self._trials = Trials(self.lab, self.script, options)
-        self._results = [_recorded(self.lab)] if self.why_not_here else []
+        self._results: list[Result] = []
+        if self.why_not_here:
+            outcome = Outcome(Run.from_folder(self.lab.recorded), None, None, comparable=False)
+            self._results.append(Result(RECORDED, "", outcome))
         self._busy = threading.Lock()
-        self._view: BenchView | None = None
+        self._view: Any = None
         self._live: Run | None = None
 
     @property
@@ -97,31 +95,31 @@ class FixBench:
             raise LaunchError(f"FixBench: predict={predict!r} is not known; use {' or '.join(map(repr, PREDICTIONS))}.")
         if names and edit is not None:
             raise LaunchError(
-                "FixBench: give names of remedies or edit=, not both; `script_with(...)` gives a text to edit."
+                "FixBench: give names of remedies or edit=, not both; script_with() has the text to edit."
             )
         remedies = [self.lab.remedy(n) for n in names]
         script = self.script_with(*names) if edit is None else edit
         if not self._busy.acquire(blocking=False):
             raise LaunchError("FixBench: a run goes on; wait for it, or stop it.")
         try:
-            result = self._run(remedies, script, edit is not None, predict or "", show)
+            run = self._watched(self._trials.run(remedies, script=script, show=show, wait=False))
+            outcome = self._trials.outcome(run, all(r.keeps for r in remedies))
         finally:
             self._live = None
             self._busy.release()
-        self._results.append(result)
+        tried = OWN if edit is not None else " + ".join(r.title for r in remedies) or NOTHING
+        self._results.append(Result(tried, predict or "", outcome, " ".join(r.why for r in remedies)))
         if self._view is not None:
             self._view.show_results()
-        return result
+        return self._results[-1]
 
-    def _run(self, remedies: Sequence[Remedy], script: str, own: bool, predict: str, show: Any) -> Result:
-        self._live = self._trials.run(remedies, script=script, show=show, wait=False)
+    def _watched(self, run: Run) -> Run:
+        """`run` at its end, which an interrupt or `stop` brings about."""
+        self._live = run
         try:
-            run = self._live.wait()
+            return run.wait()
         except KeyboardInterrupt:
-            run = self._live.stop()
-        outcome = self._trials.outcome(run, all(r.keeps for r in remedies))
-        tried = OWN if own else " + ".join(r.title for r in remedies) or NOTHING
-        return Result(tried, predict, outcome, " ".join(r.why for r in remedies))
+            return run.stop()
 
     def stop(self) -> None:
         """End the run that goes on, if one does."""
@@ -137,25 +135,7 @@ class FixBench:
         """
         if not self._results:
             raise LaunchError("FixBench: there is nothing to compare yet; run something first.")
-        from .comparison import draw
-
-        return draw(self.lab.title, self.results)
-
-    def drift(self) -> Picture:
-        """A figure of how far the ranks' parameters were apart after each step, a line for each result.
-
-        Raises:
-            LaunchError: no run has applied a step on every rank yet.
-            ImportError: matplotlib is not installed.
-        """
-        apart = {r.tried: r.apart_by_step for r in self._results if r.apart_by_step}
-        if not apart:
-            raise LaunchError(
-                "FixBench: there is no drift to draw yet; run something that applies a step on every rank."
-            )
-        from .comparison import draw_drift
-
-        return draw_drift(self.lab.title, apart)
+        return comparison.draw(self.lab.title, self.results)
 
     def __repr__(self) -> str:
         return f"bench: {self.lab.title} · {len(self.remedies)} remedies"
@@ -165,22 +145,16 @@ class FixBench:
             from .bench_view import BenchView
 
             self._view = BenchView(self)
-        bundle = self._view.box._repr_mimebundle_(**kwargs)
-        data = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
-        return {**data, "text/plain": repr(self)}
-
-
-def _recorded(lab: Lab) -> Result:
-    return Result(RECORDED, "", Outcome(Run.from_folder(lab.recorded), None, None, comparable=False))
+        return {**self._view.box._repr_mimebundle_(**kwargs), "text/plain": repr(self)}
 
 
 def _lab_for(subject: str | Run, name: str | None) -> Lab:
-    if isinstance(subject, str):
-        return lab(name or subject)
-    if not isinstance(subject, Run):
+    if not isinstance(subject, str | Run):
         raise LaunchError(f"FixBench: {type(subject).__name__} is neither the name of a lab nor a run.")
     if name is not None:
         return lab(name)
+    if isinstance(subject, str):
+        return lab(subject)
     if subject.diagnosis is None:
         raise LaunchError(f"FixBench: {subject.name} has no diagnosis to choose a lab by; name one: lab=.")
     found = subject.diagnosis.name

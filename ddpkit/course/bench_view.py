@@ -1,54 +1,36 @@
-"""The controls of a `FixBench` in a notebook: remedies to choose, the script with them as a diff, live lanes, results.
+"""The controls of a `FixBench` in a notebook: remedies to choose, the script as a diff, live lanes, results.
 
-Made of ipywidgets, so that keys reach everything. Each control calls a method of the bench; a run goes on in a thread of
-its own, and the kernel stays free.
+They are ipywidgets, so that keys reach all of them. Each calls a method of the bench. A run has a thread of its own, so
+that the kernel stays free.
 """
 
 from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ipywidgets as widgets
 
 from ddpkit.display.html import as_html
-from ddpkit.display.sink import Sink
 from ddpkit.display.view import RunView
 from ddpkit.errors import LaunchError
 
-from .lab import Lab, Remedy
-from .results import Result, Results
+from .lab import Remedy
+from .trial import Result
 
 # Lines shown around a change; what lies farther off is folded.
 AROUND = 3
 STYLE = f"<style>{Path(__file__).with_name('bench.css').read_text(encoding='utf-8')}</style>"
 
 
-class Bench(Protocol):
-    """What the controls call: a `FixBench`, which explains each."""
-
-    lab: Lab
-    script: str
-    why_not_here: str
-
-    @property
-    def remedies(self) -> tuple[Remedy, ...]: ...
-    @property
-    def results(self) -> Results: ...
-    def fits(self, name: str) -> bool: ...
-    def script_with(self, *names: str) -> str: ...
-    def run(self, *names: str, edit: str | None, predict: str | None, show: bool | str | Sink) -> Result: ...
-    def stop(self) -> None: ...
-
-
 class BenchView:
-    """The widgets of one bench; `box` holds them all."""
+    """The widgets of one bench, a `FixBench`; `box` holds them all."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Any) -> None:
         self._bench = bench
         self._chosen = {r.name: self._checkbox(r) for r in bench.remedies}
         self._own = widgets.Checkbox(description="Your own edit", indent=False)
@@ -68,8 +50,6 @@ class BenchView:
         self._stop.on_click(lambda _: threading.Thread(target=self._bench.stop, daemon=True).start())
         self._changed({"owner": None})
         self.show_results()
-
-    # What is laid out where.
 
     def _checkbox(self, remedy: Remedy) -> Any:
         fits = self._bench.fits(remedy.name)
@@ -91,8 +71,6 @@ class BenchView:
         box = widgets.VBox([head, work, self._stage, self._table], layout=_wide())
         box.add_class("ddpkit-bench")
         return box
-
-    # What the reader does.
 
     @property
     def _names(self) -> list[str]:
@@ -148,13 +126,10 @@ class BenchView:
             self._stop.disabled = True
             self._enable()
 
-    # What is shown.
-
     def _tell(self, words: str) -> None:
         self._say.value = f'<div role="status">{escape(words)}</div>' if words else ""
 
     def show_results(self) -> None:
-        """Draw the table anew."""
         results = self._bench.results
         self._table.value = f'<div class="bench-results">{table(results)}</div>' if results else ""
 
@@ -182,34 +157,32 @@ def _row(result: Result) -> str:
 def diff(before: str, after: str) -> str:
     """`after` as HTML, numbered, with what was taken from `before` and what was put in; far from a change, folded."""
     old, new = before.splitlines(), after.splitlines()
-    parts: list[str] = []
+    parts = []
     for tag, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if tag == "equal":
-            parts += _equal(old, range(a, b), c - a, first=a == 0, last=b == len(old), changed=before != after)
+            lines = [_line("", " ", i + 1 + c - a, old[i]) for i in range(a, b)]
+            around = (0 if a == 0 else AROUND, 0 if b == len(old) else AROUND)
+            parts.append(_folded(lines, *around) if before != after else _table(lines))
         else:
             parts.append(_table(_line("old", "−", i + 1, old[i]) for i in range(a, b)))
             parts.append(_table(_line("new", "+", i + 1, new[i]) for i in range(c, d)))
     return "".join(parts)
 
 
-def _equal(lines: Sequence[str], span: range, shift: int, first: bool, last: bool, changed: bool) -> Iterator[str]:
-    rows = [_line("", " ", i + 1 + shift, lines[i]) for i in span]
-    keep_before, keep_after = 0 if first else AROUND, 0 if last else AROUND
-    folded = len(rows) - keep_before - keep_after
-    if not changed or folded < 3:
-        yield _table(rows)
-        return
-    yield _table(rows[:keep_before])
-    inside = _table(rows[keep_before : len(rows) - keep_after])
-    yield f"<details><summary>{folded} lines</summary>{inside}</details>"
-    yield _table(rows[len(rows) - keep_after :])
+def _folded(lines: Sequence[str], first: int, last: int) -> str:
+    """The `first` and `last` of these lines, those between them folded where they are 3 or more."""
+    end = len(lines) - last
+    if end - first < 3:
+        return _table(lines)
+    inside = f"<details><summary>{end - first} lines</summary>{_table(lines[first:end])}</details>"
+    return _table(lines[:first]) + inside + _table(lines[end:])
 
 
 def _line(kind: str, sign: str, number: int, text: str) -> str:
     return f'<tr class="{kind}"><td class="n">{number}</td><td class="n">{sign}</td><td>{escape(text) or " "}</td></tr>'
 
 
-def _table(rows: Any) -> str:
+def _table(rows: Iterable[str]) -> str:
     inside = "".join(rows)
     return f'<table role="presentation">{inside}</table>' if inside else ""
 

@@ -1,34 +1,32 @@
-"""Draws the results of a bench: what each remedy passed, its step's time against the plain run's, and how replicas drift."""
+"""Draws the results of a bench: what each remedy passed, and its step's time against the plain run's."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from itertools import cycle
+from collections.abc import Sequence
 from typing import Any
 
-from ddpkit.display.picture import Picture
+from ddpkit.display.picture import Picture, new_figure
 from ddpkit.runfolder import steps
 
-from .results import Result
+from .trial import Result
 
 ASKED = ("ends well", "replicas equal", "as one process")
 # Okabe and Ito's colours; the sign and the hatching say the same without them.
 YES, NO, NONE = ("#009e73", "✓"), ("#d55e00", "✗"), ("#d9d9d9", "–")
-LINES = (("#d55e00", "o"), ("#0072b2", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#e69f00", "v"), ("#000000", "x"))
-WIDTH, ROW, MARGIN, NAME_LETTERS = 8.0, 0.42, 1.0, 34
+ROW, MARGIN, NAME_LETTERS = 0.42, 1.0, 34
 
 
 def draw(title: str, results: Sequence[Result]) -> Picture:
-    """The figure, with its alternative text. Raises ImportError where matplotlib is not installed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, MARGIN + ROW * len(results)), dpi=100, layout="constrained")
+    """The figure, with its alternative text; see `FixBench.compare`."""
+    figure = new_figure("bench.compare()", MARGIN + ROW * len(results))
     figure.suptitle(title, fontsize=10)
     asked, times = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
     names = ["\n".join(textwrap.wrap(r.tried, NAME_LETTERS)) for r in results]
     for y, result in enumerate(results):
-        for x, answer in enumerate(answers(result)):
+        found = result.outcome
+        apart, off = found.replicas_apart, found.off_one_process if found.comparable else None
+        for x, answer in enumerate((found.run.ok, _is_equal(apart), _is_equal(off))):
             colour, sign = {True: YES, False: NO, None: NONE}[answer]
             asked.scatter([x], [y], s=230, color=colour, marker="o" if answer else "s")
             asked.text(x, y, sign, ha="center", va="center", color="white" if answer is not None else "black")
@@ -40,7 +38,7 @@ def draw(title: str, results: Sequence[Result]) -> Picture:
     asked.xaxis.tick_top()
     times.axvline(1.0, color="#555555", linewidth=1, linestyle=":")
     times.set_xlabel("time of a step, against the plain run", fontsize=8)
-    times.set_xlim(0, max([1.0, *(_highest(r) for r in results)]) * 1.25)
+    times.set_xlim(0, max([1.0, *(r.outcome.step_ratios[2] for r in results if r.outcome.step_ratios)]) * 1.25)
     times.tick_params(labelsize=8)
     for axes in (asked, times):
         axes.spines[["top", "right", "left"]].set_visible(False)
@@ -50,51 +48,16 @@ def draw(title: str, results: Sequence[Result]) -> Picture:
 
 def _draw_time(times: Any, y: int, result: Result) -> None:
     """A bar as long as the ratio, with the middle half of the steps' times as a whisker."""
-    found = result.outcome
-    if found.step_ratio is None or not found.step or not found.plain_step:
+    ratios = result.outcome.step_ratios
+    if ratios is None:
         words = "did not finish" if not result.run.ok else "not measured"
         times.text(0.02, y, words, va="center", fontsize=8, bbox={"color": "white", "pad": 1})
         return
-    low, high = found.step.low / found.plain_step.median, _highest(result)
-    times.barh(
-        [y], [found.step_ratio], height=0.55, color="#56b4e9", hatch="" if result.cures else "///", edgecolor="white"
-    )
+    low, median, high = ratios
+    times.barh([y], [median], height=0.55, color="#56b4e9", hatch="" if result.cures else "///", edgecolor="white")
     times.plot([low, high], [y, y], color="#333333", linewidth=1.2)
-    times.text(high, y, f"  {found.step_words}", va="center", fontsize=8)
+    times.text(high, y, f"  {result.outcome.step_words}", va="center", fontsize=8)
 
 
-def _highest(result: Result) -> float:
-    found = result.outcome
-    return found.step.high / found.plain_step.median if found.step and found.plain_step else 0.0
-
-
-def draw_drift(title: str, apart: Mapping[str, Sequence[float]]) -> Picture:
-    """The distance between the ranks' parameters after each step, by what was tried."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(WIDTH, 3.2), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    # Lines that lie on each other at nothing are told apart by their marks.
-    for (tried, distances), (colour, mark) in zip(apart.items(), cycle(LINES)):
-        axes.plot(range(len(distances)), distances, color=colour, marker=mark, markersize=5, linewidth=1.4, label=tried)
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("step", fontsize=8)
-    axes.set_ylabel("parameters of the ranks apart", fontsize=8)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
-    said = (f"{tried}: {distances[-1]:.2g} after {len(distances)} steps" for tried, distances in apart.items())
-    return Picture(figure, f"{title}. How far the ranks' parameters are apart. {'; '.join(said)}.")
-
-
-def answers(result: Result) -> tuple[bool | None, ...]:
-    """Whether it ended well, with equal replicas, as one process would have it; None where that cannot be asked."""
-    found = result.outcome
-    apart, off = found.replicas_apart, found.off_one_process
-    return (
-        found.run.ok,
-        None if apart is None else steps.equal(apart),
-        steps.equal(off) if off is not None and found.comparable else None,
-    )
+def _is_equal(difference: float | None) -> bool | None:
+    return None if difference is None else steps.equal(difference)

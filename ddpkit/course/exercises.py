@@ -1,26 +1,25 @@
 """Exercises: reads `tasks/<task>/`, keeps what a student has done, and gives `hint`, `progress` and `reset`.
 
-A task is a folder, t02_1 for task "02.1": `task.toml`, the program it is about, and what an answer is compared with.
-`grading.py` compares.
+Task "02.1" is the folder t02_1: `task.toml`, its program, and what `grading.py` compares an answer with.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import re
 import time
 import tomllib
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from html import escape
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
+from ddpkit.display.html import table_row
 from ddpkit.errors import LaunchError
+from ddpkit.launcher.launcher import start
+from ddpkit.launcher.options import checked_options
 from ddpkit.launcher.target import of_text
 from ddpkit.run import Run
 from ddpkit.runfolder import wire
@@ -63,21 +62,19 @@ class Task:
     timeout: float = 60.0
     restarts: int = 0
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The options of `launch` that bound a job of this task."""
+        return {"stall": self.stall, "timeout": self.timeout, "max_restarts": self.restarts}
+
     def run(self, **options: Any) -> Run:
         """Launch the task's program with your own seed, its verdict held back; `options` as for `launch`."""
-        from ddpkit.launcher.launcher import start
-        from ddpkit.launcher.options import checked_options
-
         if not self.program:
-            raise LaunchError(
-                f"task {self.name}: it has no program of its own to run; its notebook says what to write."
-            )
+            raise LaunchError(f"task {self.name}: it has no program to run; its notebook says what to write.")
+        name = f"task_{self.name.replace('.', '_')}"
         show = options.pop("show", True)
         env = {wire.ENV_SEED: str(seed()), **options.pop("env", {})}
-        limits = {"nproc": self.nproc, "stall": self.stall, "timeout": self.timeout, "stop_on_stall": True}
-        limits |= {"max_restarts": self.restarts}
-        name = f"task_{self.name.replace('.', '_')}"
-        asked: dict[str, Any] = {**limits, "reveal": False, "name": name, **options}
+        asked = {**self.limits, "nproc": self.nproc, "stop_on_stall": True, "reveal": False, "name": name, **options}
         return start(of_text(self.program, name), checked_options(env=env, **asked), show=show)
 
 
@@ -98,9 +95,8 @@ def task(name: str) -> Task:
 @cache
 def tasks() -> tuple[Task, ...]:
     """Every exercise, in order."""
-    folder = files("ddpkit").joinpath("tasks")
-    found = (f for f in folder.iterdir() if f.joinpath("task.toml").is_file()) if folder.is_dir() else ()
-    return tuple(sorted((_read(f) for f in found), key=lambda one: one.name))
+    folders = (Path(__file__).parents[1] / "tasks").glob("t*_*")
+    return tuple(sorted(map(_read, folders), key=lambda one: one.name))
 
 
 def hint(name: str, level: int | None = None) -> Hint:
@@ -151,21 +147,16 @@ class Progress:
 
     def __repr__(self) -> str:
         total = len(self.rows)
-        filled = round(BAR * self.solved / total) if total else 0
+        filled = round(BAR * self.solved / total)
         lines = [f"{'█' * filled}{'░' * (BAR - filled)} {self.solved} of {total} exercises"]
         return "\n".join([*lines, *(f"{one.name}  {_done(mine):<24} {one.title}" for one, mine in self.rows)])
 
     def _repr_html_(self) -> str:
         total = len(self.rows)
-        bar = (
-            f'<progress max="{total}" value="{self.solved}" aria-label="{self.solved} of {total} exercises"></progress>'
-        )
-        left = 'style="text-align:left"'
-        rows = "".join(
-            f"<tr><td {left}>{one.name}</td><td {left}>{escape(one.title)}</td><td {left}>{_done(mine)}</td></tr>"
-            for one, mine in self.rows
-        )
-        return f"<div>{bar} {self.solved} of {total} exercises</div><table>{rows}</table>"
+        count = f"{self.solved} of {total} exercises"
+        bar = f'<progress max="{total}" value="{self.solved}" aria-label="{count}"></progress>'
+        rows = "".join(table_row((one.name, escape(one.title), _done(mine))) for one, mine in self.rows)
+        return f"<div>{bar} {count}</div><table>{rows}</table>"
 
 
 def _done(mine: dict[str, Any]) -> str:
@@ -203,14 +194,12 @@ class State:
     def read(cls) -> State:
         """What is kept; a new one, with a seed of its own, where there is none yet."""
         found = wire.read_record(home() / wire.EXERCISES)
-        if found is None:
-            made = cls(random.SystemRandom().randrange(1, 10_000), {})
-            made.write()
-            return made
-        return cls(int(found["seed"]), dict(found["tasks"]))
+        state = cls(**found) if found else cls(random.SystemRandom().randrange(1, 10_000), {})
+        if not found:
+            state.write()
+        return state
 
     def write(self) -> None:
-        """Keep it."""
         home().mkdir(parents=True, exist_ok=True)
         wire.write_record(home() / wire.EXERCISES, {"seed": self.seed, "tasks": self.tasks})
 
@@ -226,21 +215,10 @@ class State:
         self.write()
 
 
-def _read(folder: Traversable) -> Task:
-    found = tomllib.loads(folder.joinpath("task.toml").read_text(encoding="utf-8"))
-    texts: dict[str, Any] = {
-        name: read_program(folder.joinpath(f"{name}.py"))
-        for name in ("program", "reference", "harness")
-        if folder.joinpath(f"{name}.py").is_file()
-    }
-    name = re.sub(r"^t(\d+)_(\d+)$", r"\1.\2", folder.name)
+def _read(folder: Path) -> Task:
+    found = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+    kinds = [kind for kind in ("program", "reference", "harness") if (folder / f"{kind}.py").is_file()]
+    texts: dict[str, Any] = {kind: read_program(folder / f"{kind}.py") for kind in kinds}
     if found.get("answer") not in ANSWERS or len(found.get("hints", ())) != LEVELS or not all(found["hints"]):
-        raise ValueError(
-            f"tasks/{folder.name}/task.toml: `answer` is one of {', '.join(ANSWERS)}, `hints` are {LEVELS}."
-        )
-    return Task(name=name, **{**found, "hints": tuple(found["hints"])}, **texts)
-
-
-def as_text(value: Any) -> str:
-    """A value as it stands in a sentence."""
-    return json.dumps(value) if isinstance(value, str | dict | list) else str(value)
+        raise ValueError(f"tasks/{folder.name}/task.toml: `answer` is one of {ANSWERS}, `hints` are {LEVELS}.")
+    return Task(folder.name[1:].replace("_", "."), **{**found, "hints": tuple(found["hints"])}, **texts)

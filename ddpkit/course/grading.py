@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpkit.errors import LaunchError
 from ddpkit.launcher.launcher import launch
 from ddpkit.run import Run
 from ddpkit.runfolder import steps, wire
 
-from .exercises import State, Task, as_text, seed, task
+from .exercises import State, Task, seed, task
 from .trial import run_recorded
 
 FAULT = "1:1"
@@ -26,9 +26,8 @@ class NotYet(AssertionError):
         return str(self).splitlines()
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Why an answer does not hold."""
+class Finding(NamedTuple):
+    """Why an answer does not hold; `look` is where to look next."""
 
     called: str
     got: str
@@ -47,7 +46,7 @@ class Passed:
         return f"{self.name} holds. {self.after}".strip()
 
 
-# A step of a check: what is being looked at, and whether it is as wanted.
+# A step of a check: what is looked at, and why it is not as wanted. A step with a finding is the last: no other is asked for.
 Step = tuple[str, Finding | None]
 
 
@@ -66,69 +65,64 @@ def check(name: str, answer: Any, nproc: int | None = None) -> Passed:
     asked = task(name)
     if answer is None or answer is Ellipsis:
         raise NotYet(f'{name} has no answer yet.\n  ddpkit.hint("{name}") gives a first hint.')
-    steps_of: dict[str, Callable[..., Iterator[Step]]] = {
-        "run": _of_run,
-        "function": _of_function,
-        "evidence": _of_evidence,
-    }
     finding = None
-    for what, finding in steps_of[asked.answer](asked, answer, nproc or asked.nproc):
+    for what, finding in _steps(asked, answer, nproc or asked.nproc):
         print(f"{name}: {what}: {'as wanted' if finding is None else 'not yet'}", flush=True)
         if finding is not None:
             break
     State.read().note(name, finding is None)
     if finding is None:
         return Passed(name, asked.after)
-    lines = [("called", finding.called), ("got", finding.got), ("wanted", finding.wanted), ("look next", finding.look)]
-    body = "\n".join(f"  {title + ':':<11}{text}" for title, text in lines)
+    titles = ("called", "got", "wanted", "look next")
+    body = "\n".join(f"  {title + ':':<11}{text}" for title, text in zip(titles, finding, strict=True))
     raise NotYet(f'{name} does not hold yet.\n{body}\n  ddpkit.hint("{name}") gives a hint.')
 
 
-# A run of the mended program.
+def _steps(asked: Task, answer: Any, nproc: int) -> Iterable[Step]:
+    """The steps that check `answer`, or one that says which kind of answer is wanted."""
+    keys = ", ".join(asked.wants)
+    kinds: dict[str, tuple[bool, Callable[..., Iterator[Step]], str, str]] = {
+        "run": (isinstance(answer, Run), _of_run, "the run of your mended program", "the name after %%torchrun --as"),
+        "function": (callable(answer), _of_function, "a function", "the name of the function, without calling it"),
+        "evidence": (isinstance(answer, dict), _of_evidence, f"a dict with {keys}", "the cell above as you found it"),
+    }
+    fits, steps_of, wanted, look = kinds[asked.answer]
+    if fits:
+        return steps_of(asked, answer, nproc)
+    return [("your answer", Finding("check", f"a {type(answer).__name__}", wanted, look))]
 
 
-def _of_run(asked: Task, answer: Any, nproc: int) -> Iterator[Step]:
-    if not isinstance(answer, Run):
-        got = f"a {type(answer).__name__}"
-        yield (
-            "your answer",
-            Finding("check", got, "the run of your mended program", "the name that %%torchrun --as gave it"),
-        )
-        return
+def _of_run(asked: Task, answer: Run, nproc: int) -> Iterator[Step]:
     mine = f"your run {answer.name}"
     if not answer.ok or not answer.script:
         got = answer.verdict.sentence or answer.state
         yield mine, Finding(mine, got, "a job that passes", f"print({answer.name}) names the rank and the line")
-        return
     yield mine, None
-    other = _other_seed()
-    again = _recorded(asked, answer.script, nproc, other)
+    other = str(_other_seed())
+    again = _recorded(asked, answer.script, nproc, {wire.ENV_SEED: other})
     yield "your program with another seed", _judged(asked, again, nproc, other)
-    faulty = _recorded(asked, answer.script, nproc, other, fault=FAULT)
-    said = f"a job that {'passes' if faulty.ok else faulty.state}"
+    faulty = _recorded(asked, answer.script, nproc, {wire.ENV_SEED: other, wire.ENV_FAULT: FAULT})
     wrong = Finding(
         "your program, with an exception put into step 1 of rank 1",
-        said,
+        f"a job that {'passes' if faulty.ok else faulty.state}",
         "a job that fails, with rank 1's exception",
         "what catches exceptions in your program: a fault it did not expect must end the job",
     )
-    covered = faulty.state != "failed" or faulty.culprit != 1
-    yield "your program with a fault in rank 1", wrong if covered else None
+    caught = faulty.state != "failed" or faulty.culprit != 1
+    yield "your program with a fault in rank 1", wrong if caught else None
 
 
-def _judged(asked: Task, run: Run, nproc: int, used_seed: int) -> Finding | None:
+def _judged(asked: Task, run: Run, nproc: int, used_seed: str) -> Finding | None:
     called = f"your program on {nproc} ranks, with another seed"
     if not run.ok:
-        return Finding(
-            called, run.verdict.sentence or run.state, "a job that passes", "what in it holds for one seed only"
-        )
+        return Finding(called, run.verdict.sentence or run.state, "a job that passes", "what holds for one seed only")
     apart = steps.replicas_apart(run.ranks)
     if apart is not None and not steps.equal(apart):
         got = f"replicas that are {apart:.2g} apart"
         return Finding(called, got, "equal parameters on every rank", "a step that one rank takes and another does not")
     if not asked.reference:
         return None
-    reference = _recorded(asked, asked.reference, 1, used_seed, ranks=nproc)
+    reference = _recorded(asked, asked.reference, 1, {wire.ENV_SEED: used_seed, wire.ENV_RANKS: str(nproc)})
     off = steps.off_one_process(run.ranks, reference.ranks)
     if not steps.equal(off):
         got = "no optimizer step to compare" if off is None else f"parameters {off:.2g} off"
@@ -137,70 +131,39 @@ def _judged(asked: Task, run: Run, nproc: int, used_seed: int) -> Finding | None
     return None
 
 
-def _recorded(asked: Task, script: str, nproc: int, used_seed: int, fault: str = "", ranks: int = 0) -> Run:
-    env = {wire.ENV_SEED: str(used_seed), **({wire.ENV_FAULT: fault} if fault else {})}
-    env |= {wire.ENV_RANKS: str(ranks)} if ranks else {}
+def _recorded(asked: Task, script: str, nproc: int, env: Mapping[str, str]) -> Run:
     name = f"check_{asked.name.replace('.', '_')}"
-    return run_recorded(script, name, env, nproc=nproc, stall=asked.stall, timeout=asked.timeout)
+    return run_recorded(script, name, env, nproc=nproc, **asked.limits)
 
 
-# A function, called on every rank by the exercise's own program.
-
-
-def _of_function(asked: Task, answer: Any, nproc: int) -> Iterator[Step]:
-    if not callable(answer):
-        got = f"a {type(answer).__name__}"
-        yield "your answer", Finding("check", got, "a function", "the name of the function, without calling it")
-        return
-    # Not to be imported by anybody: its functions then travel with the call.
+def _of_function(asked: Task, answer: Callable[..., Any], nproc: int) -> Iterator[Step]:
+    # The exercise's own program calls the function. No rank can import it, so its functions travel with the call.
     harness = types.ModuleType("harness")
     exec(compile(asked.harness, f"exercise {asked.name}", "exec"), harness.__dict__)
     name = getattr(answer, "__name__", "your function")
     for used_seed in (seed(), _other_seed()):
         what = f"{name} on {nproc} ranks" + (", another seed" if used_seed != seed() else "")
         try:
-            run = launch(
-                harness.call,
-                args=(answer, used_seed),
-                nproc=nproc,
-                name=name,
-                show=False,
-                stall=asked.stall,
-                stop_on_stall=True,
-                timeout=asked.timeout,
-                max_restarts=asked.restarts,
-            )
+            limits = {**asked.limits, "nproc": nproc, "stop_on_stall": True}
+            run = launch(harness.call, args=(answer, used_seed), name=name, show=False, **limits)
         except LaunchError as error:
             yield what, Finding(name, str(error), "a function that can be sent to the ranks", "what it refers to")
             return
         if not run.ok:
             look = "the rank and the line that the verdict names"
             yield what, Finding(what, run.verdict.sentence or run.state, "a job that passes", look)
-            return
         wrong = harness.judge(run.returned, used_seed)
         yield what, Finding(what, *wrong) if wrong else None
 
 
-# What was read from the evidence.
-
-
-def _of_evidence(asked: Task, answer: Any, nproc: int) -> Iterator[Step]:
-    if not isinstance(answer, dict):
-        got = f"a {type(answer).__name__}"
-        yield (
-            "your answer",
-            Finding("check", got, f"a dict with {', '.join(asked.wants)}", "the cell above as it was handed out"),
-        )
-        return
+def _of_evidence(asked: Task, answer: dict[str, Any], nproc: int) -> Iterator[Step]:
     for key, wanted in asked.wants.items():
         given = answer.get(key)
+        called = f"answer[{key!r}]"
         if given is None or given is Ellipsis:
-            yield key, Finding(f"answer[{key!r}]", "nothing", wanted["asked"], "the evidence of the run above")
-            return
+            yield key, Finding(called, "nothing", wanted["asked"], "the evidence of the run above")
         right = _matches(given, wanted, nproc)
-        yield key, None if right else Finding(f"answer[{key!r}]", as_text(given), wanted["asked"], wanted["look"])
-        if not right:
-            return
+        yield key, None if right else Finding(called, repr(given), wanted["asked"], wanted["look"])
 
 
 def _matches(given: Any, wanted: dict[str, Any], nproc: int) -> bool:
@@ -216,4 +179,7 @@ def _matches(given: Any, wanted: dict[str, Any], nproc: int) -> bool:
 def _other_seed() -> int:
     """A seed that the answer cannot have been made for."""
     mine = seed()
-    return next(s for s in iter(lambda: random.SystemRandom().randrange(1, 10_000), None) if s != mine)
+    other = mine
+    while other == mine:
+        other = random.SystemRandom().randrange(1, 10_000)
+    return other

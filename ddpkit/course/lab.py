@@ -6,17 +6,17 @@ import difflib
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from ddpkit.diagnosis.pages import LAB, BadPage, NoSuchPage
 from ddpkit.errors import LaunchError
+from ddpkit.run import Run
 
-PROGRAM, RECORDED = "broken.py", "recorded.zip"
+CATALOG = Path(__file__).parents[1] / "catalog"
+PROGRAM, RECORDED, RECORDED_ON_GPU = "broken.py", "recorded.zip", "gpu.zip"
 EXPECTED = ("fails", "hangs", "silent")
 KINDS = ("cure", "costly", "decoy")
 # How a decoy ends: as a failed job, as one that hangs, or as one that passes and is wrong.
@@ -94,7 +94,7 @@ class Lab:
     @property
     def recorded(self) -> Path:
         """The bundle of a run of the program as it is, for where it cannot be had."""
-        return Path(str(files("ddpkit"))) / "catalog" / self.name / RECORDED
+        return CATALOG / self.name / RECORDED
 
 
 def patched(script: str, edits: Iterable[tuple[str, str]]) -> str:
@@ -142,19 +142,35 @@ def labs() -> tuple[Lab, ...]:
     Raises:
         BadLab: one of them cannot be read.
     """
-    return read_labs(files("ddpkit").joinpath("catalog"))
+    found = []
+    for file in sorted(CATALOG.glob(f"*/{LAB}")):
+        program = read_program(file.with_name(PROGRAM))
+        found.append(parse(file.parent.name, file.read_text(encoding="utf-8"), program))
+    return tuple(found)
 
 
-def read_labs(folder: Traversable) -> tuple[Lab, ...]:
-    """The labs below `folder`; see `labs`."""
-    found = sorted((f for f in folder.iterdir() if f.joinpath(LAB).is_file()), key=lambda f: f.name)
-    return tuple(
-        parse(f.name, f.joinpath(LAB).read_text(encoding="utf-8"), read_program(f.joinpath(PROGRAM))) for f in found
-    )
+def on_gpu(name: str) -> Run | None:
+    """The run of failure `name` that was recorded on a GPU; its first note says on which, with which versions, by which ranks.
+
+    None, and a sentence, where none has been recorded yet.
+
+    Raises:
+        NoSuchPage: the catalog has no failure of that name.
+    """
+    known = [folder.name for folder in CATALOG.iterdir()]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+        meant = f" Did you mean {' or '.join(near)}?" if near else " `ddpkit explain` lists all."
+        raise NoSuchPage(f"on_gpu: the catalog has no failure {name!r}.{meant}")
+    bundle = CATALOG / name / RECORDED_ON_GPU
+    if not bundle.exists():
+        print(f"{name}: no run on a GPU has been recorded yet.")
+        return None
+    return Run.from_folder(bundle)
 
 
-def read_program(file: Traversable) -> str:
-    """A program as a reader meets it: below the sentence that opens its file, which may say what is wrong with it."""
+def read_program(file: Path) -> str:
+    """A program as a reader sees it: without the sentence that opens its file, which may give the fault away."""
     source = file.read_text(encoding="utf-8")
     return source.split('"""', 2)[2].lstrip("\n") if source.startswith('"""') else source
 
@@ -166,63 +182,65 @@ def parse(name: str, source: str, program: str) -> Lab:
         BadLab: a key is missing, is not known, or is not as it must be; an edit does not fit the program.
     """
     try:
-        found = tomllib.loads(source)
+        return _lab(name, tomllib.loads(source), program)
     except tomllib.TOMLDecodeError as error:
-        raise _bad(name, f"it is no TOML: {error}.") from None
-    _check(name, "the lab", found, Lab, {"name", "program"})
-    _check_choice(name, "expect", found["expect"], EXPECTED)
+        raise BadLab(f"catalog/{name}/{LAB}: it is no TOML: {error}.") from None
+    except ValueError as error:
+        raise BadLab(f"catalog/{name}/{LAB}: {error}") from None
+
+
+def _lab(name: str, found: dict[str, Any], program: str) -> Lab:
+    _check("the lab", found, Lab, {"name", "program"})
+    _check_choice("expect", found["expect"], EXPECTED)
     if isinstance(found.get("culprit"), list):
         found["culprit"] = tuple(found["culprit"])
-    remedies = tuple(_remedy(name, program, table) for table in found.pop("remedies"))
-    reference = _edits(name, "the reference", found.pop("reference", []))
-    platforms = tuple(found.pop("platforms", Lab.platforms))
-    made = Lab(name=name, program=program, remedies=remedies, platforms=platforms, reference=reference, **found)
-    if made.plain not in [r.name for r in remedies]:
-        raise _bad(name, f"key `plain` is {made.plain!r}, which is none of its remedies.")
-    try:
-        patched(patched(program, made.remedy(made.plain).edits), made.reference)
-    except LaunchError as error:
-        raise _bad(name, f"the reference: {error}") from None
+    found["remedies"] = tuple(_remedy(program, table) for table in found["remedies"])
+    found["reference"] = _edits("the reference", found.get("reference", []))
+    found["platforms"] = tuple(found.get("platforms", Lab.platforms))
+    made = Lab(name=name, program=program, **found)
+    if made.plain not in [r.name for r in made.remedies]:
+        raise ValueError(f"key `plain` is {made.plain!r}, which is none of its remedies.")
+    _check_fit("the reference", patched(program, made.remedy(made.plain).edits), made.reference)
     return made
 
 
-def _remedy(name: str, program: str, table: dict[str, Any]) -> Remedy:
+def _remedy(program: str, table: dict[str, Any]) -> Remedy:
     place = f"remedy {table.get('name', '?')!r}"
-    _check(name, place, table, Remedy, set())
-    _check_choice(name, f"kind of {place}", table["kind"], KINDS)
+    _check(place, table, Remedy, set())
+    _check_choice(f"kind of {place}", table["kind"], KINDS)
     if ("ends" in table) != (table["kind"] == "decoy"):
-        raise _bad(name, f"{place} must say how it `ends` if, and only if, it is a decoy.")
+        raise ValueError(f"{place} must say how it `ends` if, and only if, it is a decoy.")
     if "ends" in table:
-        _check_choice(name, f"ends of {place}", table["ends"], ENDS)
-    remedy = Remedy(**{**table, "edits": _edits(name, place, table.get("edits", []))})
-    try:
-        patched(program, remedy.edits)
-    except LaunchError as error:
-        raise _bad(name, f"{place}: {error}") from None
+        _check_choice(f"ends of {place}", table["ends"], ENDS)
+    remedy = Remedy(**{**table, "edits": _edits(place, table.get("edits", []))})
+    _check_fit(place, program, remedy.edits)
     return remedy
 
 
-def _edits(name: str, place: str, found: Any) -> tuple[tuple[str, str], ...]:
+def _edits(place: str, found: Any) -> tuple[tuple[str, str], ...]:
     if not all(isinstance(e, list) and len(e) == 2 and all(isinstance(t, str) for t in e) for e in found):
-        raise _bad(name, f"the edits of {place} must be pairs of texts, [old, new].")
+        raise ValueError(f"the edits of {place} must be pairs of texts, [old, new].")
     return tuple((old, new) for old, new in found)
 
 
-def _check(name: str, place: str, found: Mapping[str, Any], kind: type, given: set[str]) -> None:
+def _check_fit(place: str, program: str, edits: Sequence[tuple[str, str]]) -> None:
+    try:
+        patched(program, edits)
+    except LaunchError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _check(place: str, found: Mapping[str, Any], kind: type, given: set[str]) -> None:
     known = {f.name: f for f in fields(kind) if f.name not in given}
     for key in found:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            raise _bad(name, f"key `{key}` of {place} is not known; use {near[0] if near else ', '.join(known)}.")
-    for key in ("title", "name", "kind", "why", "expect", "plain", "remedies"):
-        if key in known and not found.get(key):
-            raise _bad(name, f"{place} has no `{key}`.")
+            near = difflib.get_close_matches(key, known, n=1) or known
+            raise ValueError(f"key `{key}` of {place} is not known; use {', '.join(near)}.")
+    for key, needed in known.items():
+        if needed.default is MISSING and not found.get(key):
+            raise ValueError(f"{place} has no `{key}`.")
 
 
-def _check_choice(name: str, key: str, value: Any, choices: Sequence[str]) -> None:
+def _check_choice(key: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise _bad(name, f"key `{key}` is {value!r}; use {', '.join(choices)}.")
-
-
-def _bad(name: str, what: str) -> BadLab:
-    return BadLab(f"catalog/{name}/{LAB}: {what}")
+        raise ValueError(f"key `{key}` is {value!r}; use {', '.join(choices)}.")

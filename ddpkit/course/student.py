@@ -35,6 +35,4 @@ def _workbook(here: Path) -> Path:
     for folder in (here.resolve(), *here.resolve().parents):
         if (folder / "exercises").is_dir() and (folder / "notebooks").is_dir():
             return folder
-    raise LaunchError(
-        f"start: {here} is not inside the workbook; change into the folder that holds exercises/ and notebooks/."
-    )
+    raise LaunchError(f"start: {here} is not inside the workbook; change into the folder that holds notebooks/.")

@@ -1,13 +1,14 @@
-"""Runs a lab's script with some remedies and measures what came of it: does it end, are the replicas equal, is it what one
-process would have computed, what did a step cost."""
+"""Runs a lab's script with some remedies, and says what came of it: measured, in words, and as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from typing import Any
 
+from ddpkit.display.html import table_row
 from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
 from ddpkit.launcher.launcher import start
@@ -15,7 +16,6 @@ from ddpkit.launcher.options import checked_options
 from ddpkit.launcher.target import of_text
 from ddpkit.run import Run
 from ddpkit.runfolder import steps, wire
-from ddpkit.verdict.finding import Culprit
 
 from .lab import Lab, Remedy, patched
 
@@ -38,29 +38,27 @@ class Outcome:
 
     @property
     def cures(self) -> bool:
-        """Whether the job ended well, with equal replicas, as one process would have it where that can be asked."""
-        same = steps.equal(self.off_one_process) or not self.comparable
-        return (
-            self.run.ok
-            and same
-            and (steps.equal(self.replicas_apart) or (self.replicas_apart is None and self._sharded))
-        )
+        """Whether the job passed, its replicas are equal, and so is the result of one process, where that is comparable."""
+        if not self.run.ok or (self.comparable and not steps.equal(self.off_one_process)):
+            return False
+        if self.replicas_apart is None:
+            return any(record.sharded for record in steps.recorded(self.run.ranks))
+        return steps.equal(self.replicas_apart)
 
     @property
-    def _sharded(self) -> bool:
-        return any(r.sharded for r in steps.recorded(self.run.ranks))
-
-    @property
-    def step_ratio(self) -> float | None:
-        """The time of a step against the plain run's, of medians; None where either is not known."""
-        return self.step.median / self.plain_step.median if self.step and self.plain_step else None
+    def step_ratios(self) -> tuple[float, float, float] | None:
+        """The quartiles of a step's time, in units of the plain run's median; None where either is not known."""
+        if not self.step or not self.plain_step:
+            return None
+        plain = self.plain_step.median
+        return self.step.low / plain, self.step.median / plain, self.step.high / plain
 
     @property
     def step_words(self) -> str:
         """`1.7×`; `≈ 1×` where the middle halves of the steps' times overlap; `–` where it is not known."""
-        if not self.step or not self.plain_step or self.step_ratio is None:
+        if not self.step or not self.plain_step or not self.step_ratios:
             return "–"
-        return "≈ 1×" if self.step.overlaps(self.plain_step) else f"{self.step_ratio:.2g}×"
+        return "≈ 1×" if self.step.overlaps(self.plain_step) else f"{self.step_ratios[1]:.2g}×"
 
     @property
     def ends(self) -> str:
@@ -89,14 +87,76 @@ def _who(run: Run) -> str:
     """` · rank 1: ValueError`: who is at fault, and the exception or signal it ended with by itself."""
     if run.culprit is None:
         return ""
-    named = [r for r in run.ranks if run.culprit == "every rank" or r.rank in (run.culprit, *_several(run.culprit))]
+    at_fault = run.culprit if isinstance(run.culprit, tuple) else (run.culprit,)
+    named = [r for r in run.ranks if run.culprit == "every rank" or r.rank in at_fault]
     subject = "every rank" if run.culprit == "every rank" else "rank " + ", ".join(str(r.rank) for r in named)
     ended = {r.failure.type if r.failure else r.signal for r in named if not r.told and (r.failure or r.signal)}
     return f" · {subject}: {ended.pop()}" if len(ended) == 1 else f" · {subject}"
 
 
-def _several(culprit: Culprit) -> tuple[int, ...]:
-    return culprit if isinstance(culprit, tuple) else ()
+@dataclass(frozen=True, repr=False)
+class Result:
+    """One run on the bench. `predicted`: "cures", "does not", or "" for nothing; `why`: the reasons of its remedies."""
+
+    tried: str
+    predicted: str
+    outcome: Outcome
+    why: str = ""
+
+    @property
+    def run(self) -> Run:
+        """The run itself, with its ranks, culprit and diagnosis."""
+        return self.outcome.run
+
+    @property
+    def cures(self) -> bool:
+        """Whether it cured; see `Outcome.cures`."""
+        return self.outcome.cures
+
+    @property
+    def apart_by_step(self) -> list[float]:
+        """How far the ranks' parameters were apart after each step that all of them applied, also in a job that failed."""
+        return [round(apart, 6) for apart in steps.apart_by_step(self.run.ranks)]
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What stands in its row of the table, the same in every run."""
+        found = self.outcome
+        codes = "".join(f"{rank.exitcode} " for rank in self.run.ranks).strip()
+        return (
+            self.tried,
+            self.predicted or "–",
+            found.words,
+            _said(found.replicas_apart),
+            _said(found.off_one_process) if found.comparable else "not compared",
+            codes,
+        )
+
+    def __repr__(self) -> str:
+        return f"{self.tried} → {self.outcome.words}"
+
+
+class Results(tuple[Result, ...]):
+    """The results of a bench, oldest first; shown as a table that holds nothing that varies from run to run."""
+
+    TITLES = ("remedy", "you said", "verdict", "replicas", "as one process", "exit codes")
+
+    def __repr__(self) -> str:
+        rows = [self.TITLES, *(r.cells for r in self)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(self.TITLES))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    def _repr_html_(self) -> str:
+        body = "".join(table_row(map(escape, result.cells)) for result in self)
+        return f"<table><thead>{table_row(self.TITLES, 'th')}</thead><tbody>{body}</tbody></table>"
+
+
+def _said(difference: float | None) -> str:
+    if difference is None:
+        return "–"
+    if steps.equal(difference):
+        return "equal"
+    return f"{difference:.2g} off" if difference < float("inf") else "not finite"
 
 
 @dataclass
@@ -115,17 +175,14 @@ class Trials:
         remedies: Sequence[Remedy] = (),
         script: str | None = None,
         env: Mapping[str, str] | None = None,
-        wait: bool = True,
-        show: bool | str | Sink = False,
         **options: Any,
     ) -> Run:
-        """Launch the script with `remedies`, or the text `script` instead, with the lab's own limits; steps are written down."""
+        """Launch the script with `remedies`, or the text `script` instead; `options` go before the lab's own limits."""
         text = patched(self.script, [e for r in remedies for e in r.edits]) if script is None else script
         settings = {**(self.lab.env or {}), **{k: v for r in remedies for k, v in (r.env or {}).items()}, **(env or {})}
         name = "_".join([self.lab.name, *(r.name for r in remedies)])
         limits = {"nproc": self.lab.nproc, "timeout": self.lab.timeout, "stall": self.lab.stall}
-        asked = {**limits, **self.options, **options}
-        return run_recorded(text, asked.pop("name", name), env=settings, wait=wait, show=show, **asked)
+        return run_recorded(text, env=settings, **{"name": name, **limits, **self.options, **options})
 
     def outcome(self, run: Run, keeps: bool = True) -> Outcome:
         """What came of `run`; `keeps`: whether it trains as the plain script does."""
@@ -156,13 +213,8 @@ class Trials:
 
 
 def run_recorded(
-    script: str,
-    name: str,
-    env: Mapping[str, str],
-    wait: bool = True,
-    show: bool | str | Sink = False,
-    **options: Any,
+    script: str, name: str, env: Mapping[str, str], wait: bool = True, show: bool | str | Sink = False, **options: Any
 ) -> Run:
-    """Launch `script`, a text, with its parameters and gradients written down at every step; a hang ends at its stall."""
+    """Launch `script`, a text; every step's parameters and gradients are written down, and a hang ends at its stall."""
     checked = checked_options(env={**env, wire.ENV_STEPS: "1"}, name=name, stop_on_stall=True, **options)
     return start(of_text(script, name), checked, wait=wait, show=show, patient=True)

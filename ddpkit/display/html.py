@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from ddpkit.diagnosis.rows import Row, diagnosis_line, first_paragraph, short_file
@@ -47,8 +47,12 @@ def _diagnosis(diagnosis: Diagnosis) -> str:
 
 def _row(row: Row) -> str:
     said = f"<code>{escape(row.said_in_full)}</code>" if row.said_in_full else ""
-    cells = (f"rank {row.rank}", escape(row.words), said)
-    return "<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + "</tr>"
+    return table_row((f"rank {row.rank}", escape(row.words), said))
+
+
+def table_row(cells: Iterable[str], tag: str = "td") -> str:
+    """A row of a table; its `cells` are HTML."""
+    return "<tr>" + "".join(f'<{tag} style="text-align:left">{cell}</{tag}>' for cell in cells) + "</tr>"
 
 
 def _stacks(table: Sequence[Row]) -> str:

@@ -48,7 +48,6 @@ def _words_of_told(rank: Rank, ending: Ending) -> str:
         "ended after torchrun's death" if ending.agent_signal else "ended by torchrun"
     )
     failure = rank.failure
-    by_itself = failure is not None and failure.type not in (rank.signal, *LEAVES)
-    if failure and by_itself and end_by(failure, rank) == "own":
+    if failure and failure.type not in (rank.signal, *LEAVES) and end_by(failure, rank) == "own":
         return f"{by}, and raised {failure.type} then"
     return by

@@ -16,21 +16,15 @@ from ddpkit.runfolder import wire
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
 
-from .picture import Picture
+from .picture import PAPER, Picture, legend, name_rows, new_figure
 from .shown import ShownRun
 
 REST = "activations and the rest"
-# Okabe and Ito's colours, which the colour-blind tell apart; the hatching tells them apart in grey.
-_LOOKS = dict(
-    zip(
-        (*wire.MEMORY_PARTS, REST),
-        (("#0072b2", ""), ("#56b4e9", "///"), ("#009e73", "..."), ("#cc79a7", "xxx"), ("#e69f00", "\\\\\\")),
-        strict=True,
-    )
-)
+_STYLES = (("#0072b2", ""), ("#56b4e9", "///"), ("#009e73", "..."), ("#cc79a7", "xxx"), ("#e69f00", "\\\\\\"))
+_LOOKS = dict(zip((*wire.MEMORY_PARTS, REST), _STYLES, strict=True))
 _LINES = (("#0072b2", "o", "-"), ("#e69f00", "s", "--"), ("#009e73", "^", ":"), ("#000000", "x", "-."))
 BUDGET = "#d55e00"
-WIDTH, MARGINS, LANE, GROWTH = 8.0, 1.35, 0.42, 2.0
+MARGINS, LANE, GROWTH = 1.35, 0.42, 2.0
 # Fewer steps than this make no line.
 STEPS_FROM = 3
 
@@ -68,12 +62,9 @@ def memory(run: ShownRun) -> tuple[RankMemory, ...]:
 
 
 def _read(rank: Rank) -> RankMemory | None:
-    try:
-        text = (rank.folder / wire.MEMORY).read_text(encoding="utf-8")
-    except OSError:
-        return None
     # A rank that was killed while it wrote leaves a part of a line.
-    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    written = wire.read_text(rank.folder / wire.MEMORY).splitlines()
+    lines = [json.loads(line) for line in written if line.endswith("}")]
     # A second budget begins a new count.
     begin = max((i for i, line in enumerate(lines) if line["what"] == "budget"), default=None)
     if begin is None:
@@ -99,12 +90,6 @@ def draw(run: ShownRun) -> Picture:
         LookupError: no rank of the job called `memory_budget`.
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            "the figure of the memory: matplotlib is not installed in this environment; pip install matplotlib."
-        ) from None
     found = memory(run)
     if not found:
         raise LookupError(
@@ -113,18 +98,17 @@ def draw(run: ShownRun) -> Picture:
         )
     steps = max(len(rank.used_mib) for rank in found) >= STEPS_FROM
     heights = [MARGINS + LANE * len(found), *([GROWTH] if steps else [])]
-    figure = Figure(figsize=(WIDTH, sum(heights)), dpi=100, layout="constrained")
+    figure = new_figure("the figure of the memory", sum(heights))
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _draw_peaks(axes[0], found)
     if steps:
         _draw_growth(axes[1], found)
-    _legend(figure, axes[0], run.name)
+    legend(figure, run.name, _keys(axes[0]))
     return Picture(figure, _alt(run, found))
 
 
 def _draw_peaks(axes: Any, found: Sequence[RankMemory]) -> None:
     """A bar for each rank, of what filled its memory at the peak, and a line at its budget."""
-    paper = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.92}
     widest = max(max(rank.peak_mib, rank.budget_mib or 0.0) for rank in found)
     for y, rank in enumerate(found):
         left = 0.0
@@ -137,22 +121,16 @@ def _draw_peaks(axes: Any, found: Sequence[RankMemory]) -> None:
         inside = left > widest / 4
         place = {"ha": "right" if inside else "left", "va": "center", "fontsize": 9}
         at = left + (-1 if inside else 1) * widest / 100
-        axes.text(at, y, f"{rank.peak_mib:.0f} MiB", bbox=paper if inside else None, **place)
+        axes.text(at, y, f"{rank.peak_mib:.0f} MiB", bbox=PAPER if inside else None, **place)
         if rank.budget_mib is not None:
             axes.plot([rank.budget_mib] * 2, [y - 0.5, y + 0.5], color=BUDGET, linewidth=2.2)
             if y == 0 or rank.budget_mib != found[y - 1].budget_mib:
                 axes.text(rank.budget_mib, y - 0.52, f"{rank.budget_mib:g}", color=BUDGET, fontsize=8.5, ha="center")
-    axes.set_yticks(
-        range(len(found)), [f"rank {rank.rank}{', ran out' if rank.ran_out else ''}" for rank in found], fontsize=9
-    )
-    for rank, label in zip(found, axes.get_yticklabels(), strict=True):
-        label.set_fontweight("bold" if rank.ran_out else "normal")
+    names = {y: f"rank {rank.rank}{', ran out' if rank.ran_out else ''}" for y, rank in enumerate(found)}
+    name_rows(axes, names, {y for y, rank in enumerate(found) if rank.ran_out}, "MiB of tensors at the peak")
+    axes.tick_params(axis="y", labelsize=9)
     axes.set_ylim(len(found) - 0.5, -0.7)
     axes.set_xlim(0, widest * 1.08)
-    axes.set_xlabel("MiB of tensors at the peak", loc="left", fontsize=9)
-    axes.tick_params(axis="x", labelsize=9)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _draw_growth(axes: Any, found: Sequence[RankMemory]) -> None:
@@ -173,20 +151,15 @@ def _draw_growth(axes: Any, found: Sequence[RankMemory]) -> None:
     axes.legend(fontsize=8.5, frameon=False, ncols=4)
 
 
-def _legend(figure: Any, axes: Any, title: str) -> None:
-    """The title, and what the colours and the line mean."""
+def _keys(axes: Any) -> list[Any]:
+    """What the colours and the line mean."""
     from matplotlib.lines import Line2D
 
     handles, labels = axes.get_legend_handles_labels()
     keys = dict(zip(labels, handles, strict=True))
     if axes.lines:
-        keys["budget"] = Line2D([], [], color=BUDGET, linewidth=2.2)
-    place = {"loc": "outside upper left", "frameon": False, "borderaxespad": 0.3, "alignment": "left"}
-    words = {"title": title, "title_fontproperties": {"size": 11, "weight": "bold"}, "fontsize": 8.5}
-    legend = figure.legend(
-        keys.values(), keys.keys(), ncols=len(keys), handlelength=1.6, columnspacing=1.1, **words, **place
-    )
-    legend.get_title().set_parse_math(False)
+        keys["budget"] = Line2D([], [], color=BUDGET, linewidth=2.2, label="budget")
+    return list(keys.values())
 
 
 def _alt(run: ShownRun, found: Sequence[RankMemory]) -> str:

@@ -54,7 +54,7 @@ def show_ended(run: ShownRun, sink: Sink) -> None:
     kernel = shell()
     if kernel is None or isinstance(sink, Silence):
         return
-    if not _is_text(sink):
+    if hasattr(sink, "_repr_mimebundle_"):
         _publish(run, below_view=True)
     _shown[id(run)] = kernel.execution_count
 
@@ -73,9 +73,3 @@ def _publish(run: ShownRun, below_view: bool = False) -> None:
     from .html import as_html
 
     display({"text/plain": str(run), "text/html": as_html(run, below_view)}, raw=True)
-
-
-def _is_text(sink: Sink) -> bool:
-    from .terminal import TextSink
-
-    return isinstance(sink, TextSink)

@@ -1,10 +1,9 @@
-"""What a running job tells whoever shows it: lines and states, as plain data; `watch` speaks, a view or a terminal listens."""
+"""What a running job tells the view or the terminal that shows it: lines and states, as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ddpkit.diagnosis.rows import Standstill
 
@@ -26,10 +25,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class RankNow:
-    """A rank at this moment. `words` says it.
-
-    `kind` is starting, running, silent, passed, failed, consequence or ended.
-    """
+    """A rank at this moment; `kind` is starting, running, silent, passed, failed, consequence or ended."""
 
     rank: int
     kind: str
@@ -53,7 +49,7 @@ class Now:
     still: Standstill | None = None
 
 
-class Sink(Protocol):
+class Sink:
     """Receives a running job, from the watching thread; must not block it."""
 
     def begin(self, run: ShownRun, stop: Callable[[], None]) -> None:
@@ -69,13 +65,5 @@ class Sink(Protocol):
         """The job has ended and `run` is complete."""
 
 
-class Silence:
+class Silence(Sink):
     """Shows nothing: `show=False`."""
-
-    def begin(self, run: ShownRun, stop: Callable[[], None]) -> None: ...
-
-    def lines(self, batch: Sequence[Line]) -> None: ...
-
-    def now(self, now: Now) -> None: ...
-
-    def end(self, run: ShownRun) -> None: ...

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from ddpkit.diagnosis.rows import text_lines
 
 from .shown import ShownRun
-from .sink import Line, Now
+from .sink import Line, Now, Sink
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-class TextSink:
+class TextSink(Sink):
     """Prints `rank 1 │ text`, and `rank 1 ! text` for standard error; the verdict at the end. Drops no line."""
 
     wants_every_line = True
@@ -25,7 +25,6 @@ class TextSink:
         self._note, self._is_still = "", False
 
     def begin(self, run: ShownRun, stop: Callable[[], None]) -> None:
-        """Say what starts."""
         self._console.print(f"{run.name}: {run.facts}", style="bold")
 
     def lines(self, batch: Sequence[Line]) -> None:
@@ -51,5 +50,4 @@ class TextSink:
         self._note, self._is_still = now.note, now.still is not None
 
     def end(self, run: ShownRun) -> None:
-        """Print the run's own text."""
         self._console.print(str(run))

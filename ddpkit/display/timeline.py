@@ -12,19 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ddpkit.diagnosis.rows import Row, rows, stood_still
+from ddpkit.diagnosis.rows import Row, stood_still
 from ddpkit.runfolder.calls import Collective
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
 from ddpkit.verdict.places import BUSY_FROM, place_of
 
-from .picture import DPI, Picture
+from .picture import PAPER, Picture, legend, name_rows, new_figure
 from .shown import ShownRun
 
 Kind = Literal["starting", "unrecorded", "computing", "waiting", "stalled", "silent"]
 End = Literal["passed", "failed", "ended", "running"]
 
-WIDTH, MARGINS, LANE = 8.0, 1.15, 0.4
+MARGINS, LANE = 1.15, 0.4
 # About what the lanes and one letter take, in pixels.
 LANE_PX, LETTER_PX = 690, 6.6
 MOST_WORDS = 44
@@ -34,7 +34,6 @@ HATCHED_FROM = 0.004
 # The watcher asks a silent rank about once a second: a silence may have begun so much earlier than it was noticed.
 NOTICED_WITHIN_NS = 1_600_000_000
 
-# Okabe and Ito's colours, which the colour-blind tell apart; the hatching tells them apart in grey.
 _LOOKS: dict[Kind, tuple[str, str, str, str]] = {
     "starting": ("starts", "#d9d9d9", "", "#ffffff"),
     "unrecorded": ("not recorded", "#efefef", "", "#bbbbbb"),
@@ -68,12 +67,9 @@ class Lane:
     rank: int
     spans: tuple[Span, ...]
     end: End
-    end_s: float
     words: str
+    end_s: float
     at_fault: bool = False
-
-
-# What happened when.
 
 
 def lanes(ranks: Sequence[Rank], table: Sequence[Row], now_ns: int | None = None) -> tuple[Lane, ...]:
@@ -83,13 +79,11 @@ def lanes(ranks: Sequence[Rank], table: Sequence[Row], now_ns: int | None = None
     found = []
     for rank, row in zip(ranks, table, strict=True):
         end = _ended_ns(rank, now_ns)
-        moments = _moments(rank, _merged(_waits(rank, ranks, joins, end)), end, row.where)
-        if joins and rank.joining and not rank.collectives:
-            # A rank that was killed or stopped, or held the GIL, could not tell what it had joined.
-            moments = [("unrecorded" if m[0] == "computing" else m[0], *m[1:]) for m in moments]
+        # A rank that was killed or stopped, or held the GIL, could not tell what it had joined.
+        works: Kind = "unrecorded" if joins and rank.joining and not rank.collectives else "computing"
+        moments = _moments(rank, _waits(rank, ranks, joins, end), end, works, row.where)
         spans = tuple(Span(k, (a - begin) / 1e9, (b - begin) / 1e9, words) for k, a, b, words in moments if b > a)
-        end_s = max(0.0, (end - begin) / 1e9)
-        found.append(Lane(rank.rank, spans, _end(rank), end_s, _end_words(rank), row.tone == "fault"))
+        found.append(Lane(rank.rank, spans, *_ending(rank), max(0.0, (end - begin) / 1e9), row.tone == "fault"))
     return tuple(found)
 
 
@@ -114,23 +108,27 @@ def _joins(ranks: Sequence[Rank]) -> _Joins:
     return found
 
 
-def _moments(rank: Rank, waits: Sequence[_Moment], end: int, where: str) -> list[_Moment]:
-    """What one rank did, in order and without gaps."""
+def _moments(rank: Rank, waits: Iterable[_Moment], end: int, works: Kind, where: str) -> list[_Moment]:
+    """What one rank did, in order and without gaps. Where waits overlap, as those of DDP's buckets do, the next cuts the last."""
     if rank.started_ns is None:
         return []
-    at = rank.joining.at_ns if rank.joining else rank.started_ns
+    at = over = rank.joining.at_ns if rank.joining else rank.started_ns
     found: list[_Moment] = [("starting", rank.started_ns, min(at, end), "")]
-    for kind, joined, until, words in waits:
-        found += [("computing", at, max(at, joined), ""), (kind, max(at, joined), until, words)]
+    in_order = sorted(waits, key=lambda wait: wait[1])
+    for wait, following in zip(in_order, [*in_order[1:], None], strict=False):
+        kind, joined, until, words = wait
+        over = max(over, until)
+        until = min(over, following[1]) if following else over
+        found += [(works, at, joined, ""), (kind, max(at, joined), until, words)]
         at = max(at, until)
     if rank.look is None or not stood_still(rank):
-        return [*found, ("computing", at, end, "")]
+        return [*found, (works, at, end, "")]
     if rank.look.busy >= BUSY_FROM:
-        return [*found, ("computing", at, end, where)]
+        return [*found, (works, at, end, where)]
     quiet = min(end, rank.look.at_ns - int(rank.look.silent_s * 1e9))
     if quiet - at < NOTICED_WITHIN_NS:
         quiet = at
-    return [*found, ("computing", at, quiet, ""), ("silent", quiet, end, where)]
+    return [*found, (works, at, quiet, ""), ("silent", quiet, end, where)]
 
 
 def _waits(rank: Rank, ranks: Sequence[Rank], joins: _Joins, end: int) -> Iterable[_Moment]:
@@ -165,58 +163,29 @@ def _wait(joined: int, last: int | None, end: int, words: str) -> _Moment:
     return ("stalled" if in_vain else "waiting", joined, end if last is None else min(last, end), words)
 
 
-def _merged(waits: Iterable[_Moment]) -> list[_Moment]:
-    """Waits that overlap, as those of DDP's buckets do, cut so that each begins where the one before it ends."""
-    found: list[_Moment] = []
-    for kind, joined, until, words in sorted(waits, key=lambda wait: wait[1]):
-        if found and joined < found[-1][2]:
-            before = found[-1]
-            found[-1] = (before[0], before[1], joined, before[3])
-            until = max(until, before[2])
-        found.append((kind, joined, until, words))
-    return found
-
-
-def _end(rank: Rank) -> End:
+def _ending(rank: Rank) -> tuple[End, str]:
+    """How it ended, and `ValueError, exit code 1`, `SIGKILL` or `exit code 0`."""
     if rank.exitcode is None:
-        return "running"
+        return "running", ""
     if rank.exitcode == 0:
-        return "passed"
-    return "failed" if rank.failure or not rank.told else "ended"
-
-
-def _end_words(rank: Rank) -> str:
-    """`ValueError, exit code 1`, `SIGKILL`, `exit code 0`."""
-    if rank.exitcode is None:
-        return ""
-    if rank.signal:
-        return rank.signal
-    failure = f"{stable(rank.failure.type)}, " if rank.failure and rank.exitcode else ""
-    return f"{failure}exit code {rank.exitcode}"
-
-
-# Drawing.
+        return "passed", "exit code 0"
+    failure = f"{stable(rank.failure.type)}, " if rank.failure else ""
+    words = rank.signal or f"{failure}exit code {rank.exitcode}"
+    return "failed" if rank.failure or not rank.told else "ended", words
 
 
 def draw(run: ShownRun) -> Picture:
     """The figure of `run`; see `Run.plot`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            "run.plot(): matplotlib is not installed in this environment; pip install matplotlib."
-        ) from None
-    ranks, culprits = run.ranks, [rank.rank for rank in run.ranks if rank.role == "culprit"]
-    table = rows(ranks, culprits, run.revealed, steady=True)
-    found = lanes(ranks, table, time.time_ns() if run.state == "running" else None)
+    table = run.rows
+    found = lanes(run.ranks, table, time.time_ns() if run.state == "running" else None)
     total = max((lane.end_s for lane in found), default=1.0) or 1.0
-    figure = Figure(figsize=(WIDTH, MARGINS + LANE * max(1, len(found))), dpi=DPI, layout="constrained")
+    figure = new_figure("run.plot()", MARGINS + LANE * max(1, len(found)))
     axes = figure.subplots()
     axes.set_xlim(0, max([total, *(lane.end_s / (1 - len(lane.words) * LETTER_PX / LANE_PX - 0.03) for lane in found)]))
     for lane in found:
         _draw_lane(axes, lane, total)
     _label(axes, found, total)
-    _legend(figure, found, f"{run.name} → {run.state.replace('_', ' ')}")
+    legend(figure, f"{run.name} → {run.state.replace('_', ' ')}", _keys(found))
     return Picture(figure, _alt(run, table))
 
 
@@ -242,28 +211,21 @@ def _name(axes: Any, span: Span, rank: int) -> None:
     fits = len(span.words) <= room or room >= MOST_WORDS // 2
     words = textwrap.shorten(span.words, max(1, min(room, MOST_WORDS)), placeholder=" …") if fits else ""
     if words:
-        paper = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.92}
         middle = (span.from_s + span.to_s) / 2
-        axes.text(middle, rank, words, ha="center", va="center", fontsize=8.5, bbox=paper, zorder=4, parse_math=False)
+        axes.text(middle, rank, words, ha="center", va="center", fontsize=8.5, bbox=PAPER, zorder=4, parse_math=False)
 
 
 def _label(axes: Any, found: Sequence[Lane], total: float) -> None:
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= total])
     axes.spines["bottom"].set_bounds(0, total)
     axes.set_ylim(max((lane.rank for lane in found), default=0) + 0.6, -0.6)
-    axes.set_yticks([lane.rank for lane in found])
-    axes.set_yticklabels([f"rank {lane.rank}{', at fault' if lane.at_fault else ''}" for lane in found])
-    for lane, label in zip(found, axes.get_yticklabels(), strict=True):
-        label.set_fontweight("bold" if lane.at_fault else "normal")
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=9)
-    axes.set_xlabel("seconds since the first rank started", loc="left", fontsize=9)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    names = {lane.rank: f"rank {lane.rank}{', at fault' if lane.at_fault else ''}" for lane in found}
+    at_fault = {lane.rank for lane in found if lane.at_fault}
+    name_rows(axes, names, at_fault, "seconds since the first rank started")
 
 
-def _legend(figure: Any, found: Sequence[Lane], title: str) -> None:
-    """The title, and what the colours, hatchings and marks mean, of those that are there."""
+def _keys(found: Sequence[Lane]) -> list[Any]:
+    """What the colours, hatchings and marks mean, of those that are there."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -278,10 +240,7 @@ def _legend(figure: Any, found: Sequence[Lane], title: str) -> None:
         for end, (label, colour, marker) in _MARKS.items()
         if end in ends
     ]
-    place = {"loc": "outside upper left", "frameon": False, "borderaxespad": 0.3, "alignment": "left"}
-    words = {"title": title, "title_fontproperties": {"size": 11, "weight": "bold"}, "fontsize": 8.5}
-    legend = figure.legend(handles=keys, ncols=len(keys), handlelength=1.8, columnspacing=1.3, **words, **place)
-    legend.get_title().set_parse_math(False)
+    return keys
 
 
 def _alt(run: ShownRun, table: Sequence[Row]) -> str:

@@ -17,14 +17,14 @@ from typing import Any
 import anywidget
 import traitlets
 
-from ddpkit.diagnosis.rows import Row as RankRow
-from ddpkit.diagnosis.rows import Standstill, first_paragraph, rows, short_file
+from ddpkit.diagnosis.rows import Row, Standstill, first_paragraph, rows, short_file
 from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.runfolder.frames import Frame
+from ddpkit.runfolder.ranks import Rank
 
 from .lane import MOST_PENDING, MOST_REMEMBERED, Lane, whole
 from .shown import ShownRun
-from .sink import Line, Now
+from .sink import Line, Now, Sink
 from .text import what_happened
 
 _WEB = Path(__file__).with_name("web")
@@ -38,7 +38,7 @@ MOST_EVIDENCE = 4
 UNASKED_AT_S = (1.0, 3.0, 8.0)
 
 
-class RunView(anywidget.AnyWidget):
+class RunView(anywidget.AnyWidget, Sink):
     """The live view of one job: a lane per rank, memory, states, a Stop button. A `Sink`."""
 
     # A widget has one module; kept in two files.
@@ -68,15 +68,10 @@ class RunView(anywidget.AnyWidget):
         self._hears_clicks = hear_clicks_while_busy(self)
         self.on_msg(self._hear)
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The widget, with a text form that never varies, so that stored and fresh outputs compare equal."""
-        bundle = super()._repr_mimebundle_(**kwargs)
-        data = bundle[0] if isinstance(bundle, tuple) else bundle
-        if data is not None:
-            ranks = self.job.get("nproc", 0)
-            name = self.job.get("name", "no job yet")
-            data["text/plain"] = f"live view of {name}: {ranks} rank{'' if ranks == 1 else 's'}"
-        return bundle
+    def __repr__(self) -> str:
+        """The text form, which never varies, so that stored and fresh outputs compare equal."""
+        ranks, name = self.job.get("nproc", 0), self.job.get("name", "no job yet")
+        return f"live view of {name}: {ranks} rank{'' if ranks == 1 else 's'}"
 
     # The sink: called by the watching thread.
 
@@ -90,14 +85,12 @@ class RunView(anywidget.AnyWidget):
         self._clock.start()
 
     def lines(self, batch: Sequence[Line]) -> None:
-        """Queue lines; the clock sends them."""
         with self._lock:
             for line in batch:
                 self._lane(line.rank).add(line, self._start_ns)
         self._wake.set()
 
     def now(self, now: Now) -> None:
-        """Take the state of every rank; the clock sends it."""
         with self._lock:
             self._now, self._fresh = now, True
             for rank in now.ranks:
@@ -121,8 +114,6 @@ class RunView(anywidget.AnyWidget):
         # The last look at the ranks may be older than their last line.
         at = max(picture.get("at", 0), round((time.time_ns() - self._start_ns) / 1e9, 2))
         self._keep("final", {**picture, "at": at, "state": run.state, **_ending(run)})
-
-    # The clock.
 
     def _run_clock(self) -> None:
         while not self._over.is_set() and not self._gone:
@@ -186,8 +177,6 @@ class RunView(anywidget.AnyWidget):
     def _lane(self, rank: int) -> Lane:
         return self._lanes.setdefault(rank, Lane())
 
-    # The browser.
-
     def _hear(self, _widget: object, content: Any, _buffers: object) -> None:
         """A message from a view, on whatever thread the kernel reads it."""
         kind = content.get("kind") if isinstance(content, dict) else None
@@ -226,10 +215,7 @@ def hear_clicks_while_busy(widget: Any) -> bool:
     comm: Any = getattr(widget, "comm", None)
     if not hasattr(comm, "_reply_subshell_for"):
         return False
-    try:
-        comm._reply_subshell_for = lambda data, default: default
-    except Exception:
-        return False
+    comm._reply_subshell_for = lambda data, default: default
     return True
 
 
@@ -254,7 +240,7 @@ def _still(now: Now | None) -> dict[str, Any] | None:
     return {"sentence": now.still.sentence, "at": round(now.still.at_s, 2), "rows": table}
 
 
-def _row(row: RankRow) -> dict[str, Any]:
+def _row(row: Row) -> dict[str, Any]:
     return {
         "rank": row.rank,
         "state": row.state,
@@ -280,13 +266,12 @@ def _diagnosis(found: Diagnosis) -> dict[str, Any]:
     return {**about, "page": first_paragraph(found)}
 
 
-def _ended_rank(rank: Any, row: RankRow, revealed: bool) -> list[Any]:
+def _ended_rank(rank: Rank, row: Row, revealed: bool) -> list[Any]:
     """[rank, role, words, type, message, line, peak MiB]; a role of "failed" names nobody."""
     failure, peak = rank.failure, whole(rank.peak_rss_mib)
     type_, message, line = (failure.type, failure.message, failure.line_text) if failure else ("", "", "")
     if revealed:
         words = row.words if row.silent_s is not None else rank.words
         return [rank.rank, rank.role, words, type_, message[:4_000], line, peak]
-    passed = getattr(rank, "exitcode", None) == 0 or rank.role == "passed"
-    words = "passed" if passed else f"raised {type_}" if type_ and not type_.startswith(("SIG", "os.")) else rank.words
-    return [rank.rank, "passed" if passed else "failed", words.split(": a consequence")[0], "", "", "", peak]
+    passed = rank.exitcode == 0
+    return [rank.rank, "passed" if passed else "failed", rank.plain_words, "", "", "", peak]

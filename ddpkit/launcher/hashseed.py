@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 _SETS = ("set", "frozenset")
 _IN_ORDER = ("list", "tuple", "enumerate", "iter", "zip", "map", "filter", "reversed")
 _METHODS_IN_ORDER = ("join", "pop", "extend", "fromkeys")
 
 
-def orders_by_hash(program: str) -> bool:
+def orders_by_hash(program: str | bytes) -> bool:
     """Whether `program`, Python's text, goes through a set or asks for a hash: of strings, both differ in every process
     unless PYTHONHASHSEED says otherwise. A set that is sorted first, counted, or only asked what it holds is no matter.
     """
@@ -18,18 +17,18 @@ def orders_by_hash(program: str) -> bool:
         tree = ast.parse(program)
     except (SyntaxError, ValueError):
         return False
-    named = {ast.unparse(target) for target, value in _assigned(tree) if _is_set(value, set())}
-    return any(_is_set(value, named) for value in _taken_in_order(tree)) or any(
-        isinstance(node, ast.Call) and ast.unparse(node.func) == "hash" for node in ast.walk(tree)
-    )
+    nodes = list(ast.walk(tree))
+    named = set()
+    for node in nodes:
+        if isinstance(node, ast.Assign) and _is_set(node.value, set()):
+            named |= {ast.unparse(target) for target in node.targets}
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value and _is_set(node.value, set()):
+            named.add(ast.unparse(node.target))
+    return any(_asks_for_hash(node) or any(_is_set(each, named) for each in _taken_in_order(node)) for node in nodes)
 
 
-def _assigned(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            yield from ((target, node.value) for target in node.targets)
-        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value:
-            yield node.target, node.value
+def _asks_for_hash(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "hash"
 
 
 def _is_set(node: ast.expr, named: set[str]) -> bool:
@@ -42,16 +41,14 @@ def _is_set(node: ast.expr, named: set[str]) -> bool:
     return isinstance(node, ast.SetComp) or (isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in named)
 
 
-def _taken_in_order(tree: ast.AST) -> Iterator[ast.expr]:
-    """What is gone through one by one."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.For | ast.comprehension):
-            yield node.iter
-        elif isinstance(node, ast.Starred):
-            yield node.value
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in _IN_ORDER:
-            yield from node.args
-        elif (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS_IN_ORDER
-        ):
-            yield from (node.func.value, *node.args)
+def _taken_in_order(node: ast.AST) -> list[ast.expr]:
+    """What this node goes through one by one."""
+    if isinstance(node, ast.For | ast.comprehension):
+        return [node.iter]
+    if isinstance(node, ast.Starred):
+        return [node.value]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in _IN_ORDER:
+        return node.args
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS_IN_ORDER:
+        return [node.func.value, *node.args]
+    return []

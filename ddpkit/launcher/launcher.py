@@ -1,7 +1,9 @@
-"""`launch`: target and options become a torchrun command, a watched job and a `Run`. Knows no widget; speaks to a sink."""
+"""`launch`: target and options become a torchrun command, a watched job and a `Run`."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 import shlex
 import sys
@@ -21,7 +23,7 @@ from ddpkit.runfolder import wire
 from ddpkit.runfolder.folders import new_run_folder
 from ddpkit.watcher.watcher import Limits, Watcher
 
-from .options import Options, Sharing, about_unknown, checked_options, decided_backend, sharing
+from .options import Options, Sharing, checked_options, decided_backend, sharing
 from .target import Target, resolve
 
 # What ipykernel sets for itself, and what would make a rank's output differ from a terminal's.
@@ -79,11 +81,11 @@ def launch(
         JobFailed: with `check=True`, the job did not pass.
     """
     if unknown:
-        raise LaunchError(about_unknown(unknown))
+        raise LaunchError(_about_unknown(next(iter(unknown))))
     options = checked_options(
         nproc=nproc,
         backend=backend,
-        env=env,
+        env=env or {},
         timeout=timeout,
         stall=stall,
         stop_on_stall=stop_on_stall,
@@ -96,7 +98,15 @@ def launch(
         expect_replicas=expect_replicas,
     )
     refuse_inside_a_rank()
-    return start(resolve(target, args, kwargs or {}), options, wait=wait, check=check, show=show)
+    run = start(resolve(target, args, kwargs or {}), options, wait=wait, show=show)
+    return run.check() if check and wait else run
+
+
+def _about_unknown(name: str) -> str:
+    known = list(inspect.signature(launch).parameters)[:-1]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}=?" if near else "a function's own arguments go in args= and kwargs=."
+    return f"launch: there is no option {name}=; {hint}"
 
 
 def warm_up() -> None:
@@ -105,17 +115,11 @@ def warm_up() -> None:
 
 
 def start(
-    target: Target,
-    options: Options,
-    *,
-    wait: bool = True,
-    check: bool = False,
-    show: bool | str | Sink = True,
-    patient: bool | None = None,
+    target: Target, options: Options, wait: bool = True, show: bool | str | Sink = True, patient: bool = False
 ) -> Run:
     """Start `target`; with `wait`, return when it is over. Called by `launch`, the cell magic and the bench.
 
-    `patient`: wait for a zygote that is still importing rather than start cold; by default where `wait` is.
+    `wait` and `patient` both let a zygote finish its imports, rather than start the job cold.
     """
     env = _environment(target, options)
     backend = decided_backend(options, env)
@@ -126,7 +130,8 @@ def start(
     folder = new_run_folder(options.name or target.name)
     program, *rest = target.write(folder)
     command = _torchrun([program, *rest], options)
-    spec = _spec(target, options, command, env, backend, shared) | {"program": "" if program == "-m" else program}
+    script = "" if program == "-m" else program
+    spec = _spec(target, options, command, env, backend, shared) | {"program": script}
     save_spec(folder, spec)
     env[wire.ENV_RUN] = str(folder)
     if not options.expect_replicas:
@@ -137,10 +142,11 @@ def start(
             command,
             env | _torchrun_settings(folder),
             _cold_because(target, options, env),
-            target.imports_from(folder),
+            # What Python puts before all other folders in torchrun's agent and in the ranks.
+            [os.getcwd(), os.path.dirname(script)] if script else [os.getcwd()],
             target.variables(),
             _base_environment(),
-            zygote.PATIENCE_S if (wait if patient is None else patient) else 0,
+            zygote.PATIENCE_S if wait or patient else 0,
         ),
     )
     save_spec(folder, {**spec, "cold_because": job.cold_because})
@@ -153,7 +159,7 @@ def start(
     if wait:
         _wait(job)
         notebook.show_ended(run, sink)
-    return run.check() if check and wait else run
+    return run
 
 
 def _wait(job: Job) -> None:
@@ -172,9 +178,6 @@ def refuse_inside_a_rank() -> None:
             f"launch: called inside rank {os.environ['RANK']} of a running job, where every rank would start a job of its own; "
             'call it from the notebook, or guard the call with `if __name__ == "__main__"` in a file that ranks import.'
         )
-
-
-# What is started.
 
 
 def _torchrun(target: Sequence[str], options: Options) -> list[str]:
@@ -226,16 +229,11 @@ def _environment(target: Target, options: Options) -> dict[str, str]:
     return env
 
 
-def _changed(env: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in env.items() if os.environ.get(k) != v}
-
-
 def _spec(
     target: Target, options: Options, command: Sequence[str], env: Mapping[str, str], backend: str, shared: Sharing
 ) -> dict[str, Any]:
-    changed = _changed(env)
-    words = shlex.join(command)
-    settings = " ".join(f"{k}={shlex.quote(v)}" for k, v in changed.items())
+    changed = {k: v for k, v in env.items() if os.environ.get(k) != v}
+    settings = "".join(f"{k}={shlex.quote(v)} " for k, v in changed.items())
     gpus = shared.gpus or options.nproc
     devices = "CPU" if backend == "gloo" else f"{gpus} GPU" + "s" * (gpus > 1) + ", shared" * bool(shared.gpus)
     return {
@@ -243,7 +241,7 @@ def _spec(
         "nproc": options.nproc,
         "backend": backend,
         "device_words": f"{backend} on {devices}",
-        "command": f"cd {shlex.quote(os.getcwd())} && {settings + ' ' if settings else ''}{words}",
+        "command": f"cd {shlex.quote(os.getcwd())} && {settings}{shlex.join(command)}",
         "torchrun": list(command),
         "cwd": os.getcwd(),
         "env": changed,

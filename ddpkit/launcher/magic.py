@@ -11,15 +11,17 @@ from ddpkit.errors import LaunchError
 
 from .launcher import refuse_inside_a_rank, start, warm_up
 from .options import checked_options
-from .target import of_cell
+from .target import of_text
 
-# torchrun's options that pass through; those that take no value are told apart because argparse must know.
-TORCHRUN_WITH_VALUE = (
+# torchrun's options that pass through, beside --standalone.
+PASSED_THROUGH = (
     "nnodes node-rank master-addr master-port local-addr rdzv-backend rdzv-endpoint rdzv-id rdzv-conf "
     "role monitor-interval start-method local-ranks-filter numa-binding shutdown-timeout"
 ).split()
-TORCHRUN_FLAGS = ("standalone",)
 KEPT_BY_DDPKIT = ("log-dir", "redirects", "tee", "no-python", "run-path", "module", "logs-specs")
+
+# Where the parser keeps what is no option of the job.
+OF_THE_MAGIC = ("bind", "args", "check", "quiet", "text", "wait")
 
 
 class MagicParser(argparse.ArgumentParser):
@@ -30,34 +32,23 @@ class MagicParser(argparse.ArgumentParser):
 
 
 def parser() -> MagicParser:
-    """The options of `%%torchrun`; each torchrun name also with underscores, as torchrun has it."""
+    """The options of `%%torchrun`: those of `launch`, and torchrun's own, which may have underscores as well."""
     p = MagicParser(prog="%%torchrun", add_help=False, allow_abbrev=False)
-    _add(p, "nproc-per-node", default="2", metavar="N", help="ranks to start")
-    _add(p, "max-restarts", type=int, default=0, metavar="N", help="how often to start the ranks anew after a failure")
-    p.add_argument("--as", dest="bind", metavar="NAME", help="the variable that gets the Run")
-    p.add_argument("--backend", help="gloo or nccl, for ddpkit.rank.setup()")
-    p.add_argument(
-        "--env", action="append", default=[], metavar="KEY=VALUE", help="an environment variable; repeatable"
-    )
-    p.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds")
-    p.add_argument("--stall", type=float, default=10.0, metavar="S", help="gather stacks after S seconds of silence")
-    for flag, words in (
-        ("stop-on-stall", "end the job at the first stall"),
-        ("no-wait", "return at once with a live Run"),
-        ("no-warm", "start every process anew"),
-        ("share-gpu", "let more NCCL ranks than GPUs share these"),
-        ("check", "raise JobFailed unless the job passes"),
-        ("no-reveal", "keep the verdict back"),
-        ("no-expect-replicas", "raise no alarm where the replicas are apart"),
-        ("quiet", "show nothing"),
-        ("text", "stream rank-tagged text instead of the live view"),
-    ):
-        p.add_argument(f"--{flag}", action="store_true", help=words)
-    for name in TORCHRUN_WITH_VALUE:
-        _add(p, name, metavar="V", help="torchrun's own")
-    for name in TORCHRUN_FLAGS:
-        p.add_argument(f"--{name}", action="store_true", help="torchrun's own")
-    p.add_argument("args", nargs="*", help="the script's arguments, after --")
+    _add(p, "nproc-per-node", dest="nproc", default="2")
+    _add(p, "max-restarts", type=int, default=0)
+    p.add_argument("--as", dest="bind")
+    p.add_argument("--backend")
+    p.add_argument("--env", action="append", default=[])
+    p.add_argument("--timeout", type=float)
+    p.add_argument("--stall", type=float, default=10.0)
+    for flag in ("stop-on-stall", "share-gpu", "check", "quiet", "text"):
+        p.add_argument(f"--{flag}", action="store_true")
+    for flag in ("wait", "warm", "reveal", "expect-replicas"):
+        p.add_argument(f"--no-{flag}", dest=flag.replace("-", "_"), action="store_false")
+    p.add_argument("--standalone", dest="torchrun", action="append_const", const="--standalone", default=[])
+    for name in PASSED_THROUGH:
+        _add(p, name, dest="torchrun", action="append", type=f"--{name}={{}}".format)
+    p.add_argument("args", nargs="*")
     return p
 
 
@@ -67,51 +58,31 @@ def _add(p: argparse.ArgumentParser, name: str, **settings: Any) -> None:
 
 def torchrun(line: str, cell: str, namespace: dict[str, Any]) -> None:
     """Run `cell` as a torchrun script with the options in `line`; binds the run in `namespace`, as `_run` too."""
-    asked = _parsed(line)
-    if asked.bind and not asked.bind.isidentifier():
-        raise LaunchError(f"%%torchrun: --as {asked.bind} is not a variable name.")
-    refuse_inside_a_rank()
-    options = checked_options(
-        nproc=asked.nproc_per_node,
-        backend=asked.backend,
-        env=dict(_pair(e) for e in asked.env),
-        timeout=asked.timeout,
-        stall=asked.stall,
-        stop_on_stall=asked.stop_on_stall,
-        max_restarts=asked.max_restarts,
-        torchrun=_passed_through(asked),
-        reveal=not asked.no_reveal,
-        warm=not asked.no_warm,
-        share_gpu=asked.share_gpu,
-        expect_replicas=not asked.no_expect_replicas,
-    )
-    name = asked.bind or "cell"
-    show: bool | str = False if asked.quiet else "text" if asked.text else True
-    run = start(of_cell(cell, name, asked.args), options, wait=not asked.no_wait, show=show)
-    namespace[asked.bind or "_run"] = run
-    if asked.check and not asked.no_wait:
-        run.check()
-
-
-def _parsed(line: str) -> argparse.Namespace:
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
         raise LaunchError(f"%%torchrun: the line cannot be read ({error}): {line}") from None
-    p = parser()
-    asked, unknown = p.parse_known_args(words)
+    asked, unknown = parser().parse_known_args(words)
     if unknown:
-        raise LaunchError(_about_unknown(unknown[0].split("=")[0], p))
-    return asked
+        raise LaunchError(_about_unknown(unknown[0].split("=")[0]))
+    if asked.bind and not asked.bind.isidentifier():
+        raise LaunchError(f"%%torchrun: --as {asked.bind} is not a variable name.")
+    refuse_inside_a_rank()
+    given = {name: value for name, value in vars(asked).items() if name not in OF_THE_MAGIC}
+    options = checked_options(**given | {"env": dict(map(_pair, asked.env))})
+    # The magic's own line is line 1 of the cell: tracebacks then count as the cell does.
+    target = of_text("\n" + cell, asked.bind or "cell", asked.args, "%%torchrun", "the cell")
+    show: bool | str = False if asked.quiet else "text" if asked.text else True
+    run = start(target, options, wait=asked.wait, show=show)
+    namespace[asked.bind or "_run"] = run
+    if asked.check and asked.wait:
+        run.check()
 
 
-def _about_unknown(option: str, p: argparse.ArgumentParser) -> str:
-    plain = option.lstrip("-").replace("_", "-")
-    if plain in KEPT_BY_DDPKIT:
-        return (
-            f"%%torchrun: {option} cannot be given here: ddpkit keeps the logs and the script itself; see run.folder."
-        )
-    known = [o for action in p._actions for o in action.option_strings]
+def _about_unknown(option: str) -> str:
+    if option.lstrip("-").replace("_", "-") in KEPT_BY_DDPKIT:
+        return f"%%torchrun: {option} cannot be given here: ddpkit keeps the logs and the script; see run.folder."
+    known = [each for action in parser()._actions for each in action.option_strings]
     near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
     hint = f"did you mean {near[0]}?" if near else "the script's own options go after --."
     return f"%%torchrun: there is no option {option}; {hint}"
@@ -124,20 +95,7 @@ def _pair(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _passed_through(asked: argparse.Namespace) -> tuple[str, ...]:
-    given = vars(asked)
-    found = [f"--{n}" for n in TORCHRUN_FLAGS if given[n.replace("-", "_")]]
-    for name in TORCHRUN_WITH_VALUE:
-        if (value := given[name.replace("-", "_")]) is not None:
-            found += [f"--{name}", value]
-    return tuple(found)
-
-
 def load_ipython_extension(shell: Any) -> None:
     """Register `%%torchrun` with `shell`, and begin to make the first launch a warm one."""
     warm_up()
-
-    def cell_magic(line: str, cell: str) -> None:
-        torchrun(line, cell, shell.user_ns)
-
-    shell.register_magic_function(cell_magic, magic_kind="cell", magic_name="torchrun")
+    shell.register_magic_function(lambda line, cell: torchrun(line, cell, shell.user_ns), "cell", "torchrun")

@@ -1,12 +1,12 @@
-"""The options of a job: each checked before anything starts, near misses told, and the backend decided from them."""
+"""Checks the options of a job before anything starts, and decides the backend from them."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -17,109 +17,66 @@ from ddpkit.runfolder import wire
 BACKENDS = ("gloo", "nccl")
 # Of the commands, by how the job ended; 1 for all else.
 EXIT_CODES = {"passed": 0, "stopped": 130, "timed_out": 124, "hung": 124}
-# What `launch` takes, for whoever mistypes one of them.
-LAUNCH_OPTIONS = (
-    "target args kwargs nproc backend env timeout stall stop_on_stall warm wait check show name reveal max_restarts torchrun "
-    "share_gpu expect_replicas"
-).split()
 
 # NCCL refuses two ranks on one GPU of one host. With an NCCL_HOSTID for each rank, which `rank/joining/process_group.py`
 # sets, it takes them for hosts, and then everything must go over sockets.
-SHARED_GPU = dict(
-    setting.split("=")
-    for setting in (
-        "NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 "
-        "NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0 NCCL_CUMEM_ENABLE=0 NCCL_RAS_ENABLE=0"
-    ).split()
+_BY_SOCKETS = (
+    "NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 "
+    "NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0 NCCL_CUMEM_ENABLE=0 NCCL_RAS_ENABLE=0"
 )
+SHARED_GPU = dict(setting.split("=") for setting in _BY_SOCKETS.split())
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a job is to be run; what `launch` and the cell magic make of their options."""
+    """How a job is to be run: options of `launch`, by the same names."""
 
     nproc: int
-    backend: str | None
-    env: Mapping[str, str | None]
     timeout_s: float | None
     stall_s: float | None
-    stop_on_stall: bool
     max_restarts: int
     torchrun: tuple[str, ...]
-    name: str | None
-    reveal: bool
-    warm: bool
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    backend: str | None = None
+    stop_on_stall: bool = False
+    name: str | None = None
+    reveal: bool = True
+    warm: bool = True
     share_gpu: bool = False
     expect_replicas: bool = True
 
 
 def checked_options(
-    *,
-    nproc: Any = 2,
-    backend: str | None = None,
-    env: Mapping[str, str | None] | None = None,
-    timeout: Any = None,
-    stall: Any = 10.0,
-    stop_on_stall: bool = False,
-    max_restarts: Any = 0,
-    torchrun: Sequence[str] = (),
-    reveal: bool = True,
-    warm: bool = True,
-    name: str | None = None,
-    share_gpu: bool = False,
-    expect_replicas: bool = True,
+    nproc: Any = 2, timeout: Any = None, stall: Any = 10.0, max_restarts: Any = 0, torchrun: Any = (), **others: Any
 ) -> Options:
-    """The options as asked for, each checked.
+    """The options of `launch`, each checked; `others` need no check.
 
     Raises:
-        LaunchError: one of them cannot be.
+        LaunchError: one of them is not as it must be.
     """
     if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
         raise LaunchError(f"launch: max_restarts={max_restarts!r} is not a count; give 0 or more.")
     if isinstance(torchrun, str):
         raise LaunchError(f"launch: torchrun={torchrun!r} is one string; give a list, such as {torchrun.split()!r}.")
-    return Options(
-        nproc=_ranks_asked_for(nproc),
-        backend=backend,
-        env=dict(env or {}),
-        timeout_s=_seconds("timeout", timeout),
-        stall_s=_seconds("stall", stall),
-        stop_on_stall=stop_on_stall,
-        max_restarts=max_restarts,
-        torchrun=tuple(torchrun),
-        name=name,
-        reveal=reveal,
-        warm=warm,
-        share_gpu=share_gpu,
-        expect_replicas=expect_replicas,
-    )
-
-
-def about_unknown(unknown: Mapping[str, Any]) -> str:
-    """The sentence for options that `launch` does not have."""
-    name = next(iter(unknown))
-    near = difflib.get_close_matches(name, LAUNCH_OPTIONS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}=?" if near else "a function's own arguments go in args= and kwargs=."
-    return f"launch: there is no option {name}=; {hint}"
+    limits = _seconds("timeout", timeout), _seconds("stall", stall)
+    return Options(_ranks_asked_for(nproc), *limits, max_restarts, tuple(torchrun), **others)
 
 
 def _ranks_asked_for(nproc: Any) -> int:
-    gpus = len(devices.visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))) if isinstance(nproc, str) else 0
-    named = {"cpu": os.cpu_count() or 1, "gpu": gpus, "auto": gpus or os.cpu_count() or 1}
-    if nproc == "gpu" and not gpus:
-        raise LaunchError('launch: nproc="gpu" asked for, but no GPU is visible; use a number, or "cpu".')
-    number = named.get(nproc, nproc) if isinstance(nproc, str) else nproc
-    if isinstance(number, str) and number.isdigit():
-        number = int(number)
+    number: Any = nproc
+    if isinstance(nproc, str):
+        gpus, cores = len(devices.visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))), os.cpu_count() or 1
+        if nproc == "gpu" and not gpus:
+            raise LaunchError('launch: nproc="gpu" asked for, but no GPU is visible; use a number, or "cpu".')
+        named = {"cpu": cores, "gpu": gpus, "auto": gpus or cores}
+        number = int(nproc) if nproc.isdigit() else named.get(nproc)
     if isinstance(number, bool) or not isinstance(number, int):
         raise LaunchError(f'launch: nproc={nproc!r} is not a number of ranks; use 1 or more, "cpu", "gpu" or "auto".')
     most = devices.most_ranks()
     if number < 1:
         raise LaunchError(f"launch: nproc={number} asked for; a job has at least one rank.")
     if number > most:
-        raise LaunchError(
-            f"launch: {number} ranks asked for on {os.cpu_count()} cores; the most allowed here is {most}."
-        )
+        raise LaunchError(f"launch: {number} ranks asked for on {os.cpu_count()} cores; ask for {most} at most.")
     return number
 
 
@@ -138,24 +95,19 @@ def decided_backend(options: Options, env: Mapping[str, str]) -> str:
         near = difflib.get_close_matches(asked.lower(), BACKENDS, n=1)
         hint = f'did you mean "{near[0]}"?' if near else "use one of them, or None to have it chosen."
         raise LaunchError(f'launch: backend "{asked}" is not one of {", ".join(BACKENDS)}; {hint}')
-    gpus = _usable_gpus(env)
+    gpus = len(usable_gpus(env))
+    found = _found(gpus, env)
+    if options.share_gpu and asked == "gloo":
+        advice = 'Use backend="nccl", or leave share_gpu out.'
+        raise LaunchError(f'launch: share_gpu=True asked for with backend "gloo", which needs no GPU. {advice}')
+    if options.share_gpu and not gpus:
+        raise LaunchError(f'launch: share_gpu=True asked for, but {found}. Use backend="gloo" without it.')
     if options.share_gpu:
-        _check_sharing(asked, gpus, env)
         return "nccl"
     if asked == "nccl" and gpus < options.nproc:
         advice = f'nproc={gpus}, backend="gloo", or share_gpu=True' if gpus else 'backend="gloo"'
-        found = _found(gpus, env)
         raise LaunchError(f'launch: {options.nproc} ranks asked for with backend "nccl", but {found}. Use {advice}.')
     return asked or ("nccl" if gpus >= options.nproc else "gloo")
-
-
-def _check_sharing(asked: str | None, gpus: int, env: Mapping[str, str]) -> None:
-    if asked == "gloo":
-        advice = 'Use backend="nccl", or leave share_gpu out.'
-        raise LaunchError(f'launch: share_gpu=True asked for with backend "gloo", which needs no GPU. {advice}')
-    if not gpus:
-        advice = 'Use backend="gloo" without it.'
-        raise LaunchError(f"launch: share_gpu=True asked for, but {_found(gpus, env)}. {advice}")
 
 
 def _found(gpus: int, env: Mapping[str, str]) -> str:
@@ -177,7 +129,7 @@ class Sharing:
 
 def sharing(options: Options, env: Mapping[str, str]) -> Sharing:
     """How the ranks of a job share GPUs. What the user has set in the job's environment `env` stays."""
-    gpus = _usable_gpus(env) if options.share_gpu else 0
+    gpus = len(usable_gpus(env)) if options.share_gpu else 0
     if gpus >= options.nproc or not gpus:
         return Sharing(0, {}, "share_gpu changed nothing: each rank has a GPU of its own." if gpus else "")
     settings = {wire.ENV_SHARE_GPU: "1", **{name: value for name, value in SHARED_GPU.items() if name not in env}}
@@ -186,8 +138,9 @@ def sharing(options: Options, env: Mapping[str, str]) -> Sharing:
     return Sharing(gpus, settings, note)
 
 
-def _usable_gpus(env: Mapping[str, str]) -> int:
-    return len(devices.visible_gpus(env.get("CUDA_VISIBLE_DEVICES"))) if torch_has_cuda() else 0
+def usable_gpus(env: Mapping[str, str]) -> list[devices.Gpu]:
+    """The GPUs that ranks started in `env` may use; none where torch was built without CUDA."""
+    return devices.visible_gpus(env.get("CUDA_VISIBLE_DEVICES")) if torch_has_cuda() else []
 
 
 def torch_has_cuda() -> bool:

@@ -13,8 +13,8 @@ import typer
 from ddpkit.diagnosis.run import HEALTHY, UNKNOWN
 
 from .launcher import launch
-from .options import checked_options, decided_backend
-from .train_command import RANKS_WITHOUT_GPU, usable_gpus
+from .options import checked_options, decided_backend, usable_gpus
+from .train_command import RANKS_WITHOUT_GPU
 
 if TYPE_CHECKING:
     from ddpkit.run import Run
@@ -26,13 +26,11 @@ WAIT_S, LIMIT_S = 60, 90
 # What torchrun sets: without it the test is of one process.
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-Ranks = Annotated[
-    str | None, typer.Option("--nproc-per-node", "--nproc_per_node", "-n", help="Ranks; by default as train.")
-]
-
 
 def smoke(
-    nproc: Ranks = None,
+    nproc: Annotated[
+        str | None, typer.Option("--nproc-per-node", "--nproc_per_node", "-n", help="Ranks; by default as train.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="gloo or nccl; by default what the machine allows.")] = None,
     single: Annotated[bool, typer.Option("--single", help="One plain process, for comparison.")] = False,
     share_gpu: Annotated[
@@ -45,8 +43,8 @@ def smoke(
     """
     if single:
         raise typer.Exit(_alone(backend))
-    least = RANKS_WITHOUT_GPU if share_gpu or not usable_gpus() else 1
-    ranks = nproc or max(len(usable_gpus()), least)
+    gpus = len(usable_gpus(os.environ))
+    ranks = nproc or max(gpus, 1 if gpus and not share_gpu else RANKS_WITHOUT_GPU)
     waits = ["--timeout", str(WAIT_S)]
     run = launch(PROGRAM, args=waits, nproc=ranks, backend=backend, timeout=LIMIT_S, share_gpu=share_gpu)
     if not run.ok:
@@ -66,7 +64,11 @@ def _alone(backend: str | None) -> int:
 
 def advice(run: Run) -> list[str]:
     """Which step failed on which rank, what that is a matter of, and what to ask next."""
-    failed = [found for rank in run.ranks for found in _failures(rank.rank, rank.stderr)]
+    failed = []
+    for rank in run.ranks:
+        told = re.search(r"^\[(\d)/6\] failed on rank \d+: .*?^\[\1/6\] (.*?)$", rank.stderr, re.MULTILINE | re.DOTALL)
+        if told:
+            failed.append((int(told[1]), rank.rank, told[2]))
     if failed:
         # The first step that failed anywhere; what came later may follow from it.
         step, _, matter = min(failed)
@@ -84,9 +86,3 @@ def advice(run: Run) -> list[str]:
         *lines,
         "next: ddpkit doctor looks over this machine; ddpkit smoke --single tries it without communication.",
     ]
-
-
-def _failures(rank: int, stderr: str) -> list[tuple[int, int, str]]:
-    """Step, rank and what it is a matter of, from what the rank has printed of its failure."""
-    found = re.search(r"^\[(\d)/6\] failed on rank \d+: .*?^\[\1/6\] (.*?)$", stderr, re.MULTILINE | re.DOTALL)
-    return [(int(found[1]), rank, found[2])] if found else []

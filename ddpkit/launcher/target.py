@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import linecache
+import math
 import os
 import re
 import sys
@@ -42,7 +43,7 @@ class Target:
     """What torchrun is to start: `command` follows torchrun's own options; `files` go into the run folder first.
 
     A `command` entry that starts with "{folder}" lies in the run folder. `path_folder` goes to the front of PYTHONPATH.
-    `source` is the program, or the pickled function, to be looked at; `text` is what of it is there as text.
+    `source` is the program, or the pickled function; `text` is the text of a function, where it is known.
     """
 
     name: str
@@ -59,15 +60,6 @@ class Target:
             (folder / name).write_bytes(content)
         return [part.replace("{folder}", str(folder), 1) for part in self.command]
 
-    def imports_from(self, folder: Path) -> list[str]:
-        """The folders that Python puts before all others in torchrun's agent and in the ranks."""
-        first = self.command[0]
-        return (
-            [os.getcwd()]
-            if first == "-m"
-            else [os.getcwd(), os.path.dirname(first.replace("{folder}", str(folder), 1))]
-        )
-
     def variables(self) -> list[str]:
         """What looks like a name of an environment variable in a program that may set some before it imports torch."""
         sets_some = b"environ" in self.source or b"putenv" in self.source
@@ -75,7 +67,7 @@ class Target:
 
     def orders_by_hash(self, env: Mapping[str, str]) -> bool:
         """Whether the ranks of this program, in `env`, may each go through things in an order of their own."""
-        return env.get("PYTHONHASHSEED", "random") in ("", "random") and orders_by_hash(self.text)
+        return env.get("PYTHONHASHSEED", "random") in ("", "random") and orders_by_hash(self.text or self.source)
 
 
 def resolve(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Target:
@@ -87,13 +79,10 @@ def resolve(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Targ
     if callable(target):
         return of_function(target, tuple(args), dict(kwargs))
     if kwargs:
-        raise LaunchError(
-            "launch: kwargs= goes to a function; a script or module takes its options as strings in args=."
-        )
+        raise LaunchError("launch: kwargs= goes to a function; a script or module takes strings, in args=.")
     if not isinstance(target, str | os.PathLike):
-        raise LaunchError(
-            f"launch: target is a {type(target).__name__}; give a script's path, a module's name or a function."
-        )
+        found = type(target).__name__
+        raise LaunchError(f"launch: target is a {found}; give a script's path, a module's name or a function.")
     words = [str(a) for a in args]
     text = os.fspath(target)
     if text.endswith(".py") or os.sep in text or Path(text).is_file():
@@ -110,9 +99,7 @@ def of_script(path: Path, args: Sequence[str]) -> Target:
         hint = f"did you mean {near[0]}?" if near else "check the path; it counts from there."
         raise LaunchError(f"launch: there is no script {path} in {Path.cwd()}; {hint}")
     source = path.read_bytes()
-    return Target(
-        path.stem, (str(path.resolve()), *args), {f"script-{path.name}": source}, source=source, text=_text(source)
-    )
+    return Target(path.stem, (str(path.resolve()), *args), {f"script-{path.name}": source}, source=source)
 
 
 def of_module(name: str, args: Sequence[str]) -> Target:
@@ -124,21 +111,20 @@ def of_module(name: str, args: Sequence[str]) -> Target:
             "a module that python -m would find, or a function."
         )
     source = Path(spec.origin).read_bytes() if spec.has_location and spec.origin else b""
-    return Target(name.rsplit(".", 1)[-1], ("-m", name, *args), source=source, text=_text(source))
+    return Target(name.rsplit(".", 1)[-1], ("-m", name, *args), source=source)
 
 
 def _find_module(name: str) -> importlib.machinery.ModuleSpec | None:
     places: Sequence[str] | None = [os.getcwd(), *sys.path]
-    spec = None
     for part in name.split("."):
         if not part.isidentifier() or places is None:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(part, list(places))
+        spec = importlib.machinery.PathFinder.find_spec(part, places)
         if spec is None and part == name.partition(".")[0]:
             spec = _installed_otherwise(part)
         if spec is None:
             return None
-        places = list(spec.submodule_search_locations) if spec.submodule_search_locations else None
+        places = spec.submodule_search_locations
     return spec
 
 
@@ -150,29 +136,22 @@ def _installed_otherwise(package: str) -> importlib.machinery.ModuleSpec | None:
         return None
 
 
-def of_cell(text: str, name: str, args: Sequence[str]) -> Target:
-    """The text of a notebook cell, which becomes a script of the run folder; imports start from the notebook's folder.
+def of_text(text: str, name: str, args: Sequence[str] = (), asker: str = "launch", what: str = "the script") -> Target:
+    """A program given as text, which becomes a script of the run folder; imports start from the current folder.
 
     Raises:
-        LaunchError: the cell does not compile.
+        LaunchError: it does not compile; the sentence opens with `asker`, and calls the text `what`.
     """
-    # The magic's own line is line 1 of the cell: tracebacks then count as the cell does.
-    return of_text("\n" + text, name, args, "%%torchrun", "the cell")
-
-
-def of_text(text: str, name: str, args: Sequence[str] = (), asker: str = "launch", what: str = "the script") -> Target:
-    """A program given as text, which becomes a script of the run folder. See `of_cell`."""
     stem = re.sub(r"[^0-9A-Za-z_]+", "_", name).strip("_") or "cell"
     # A script beside which imports start must not bear the name of something that it may want to import.
     file = f"{stem}_cell.py" if _find_module(stem) else f"{stem}.py"
     try:
         compile(text, file, "exec", dont_inherit=True)
     except SyntaxError as error:
-        raise LaunchError(
-            f"{asker}: line {error.lineno} of {what} does not compile ({error.msg}): {(error.text or '').strip()}"
-        ) from None
+        line = (error.text or "").strip()
+        raise LaunchError(f"{asker}: line {error.lineno} of {what} does not compile ({error.msg}): {line}") from None
     command, files = ("{folder}/" + file, *args), {file: text.encode()}
-    return Target(name, command, files, path_folder=os.getcwd(), source=text.encode(), text=text)
+    return Target(name, command, files, path_folder=os.getcwd(), source=text.encode())
 
 
 def of_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
@@ -197,10 +176,6 @@ def of_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     )
 
 
-def _text(source: bytes) -> str:
-    return source.decode("utf-8", "replace")
-
-
 def _own_text(item: Any) -> str:
     try:
         return textwrap.dedent(inspect.getsource(item))
@@ -216,21 +191,11 @@ def _pickled(
     try:
         return cloudpickle.dumps((function, args, kwargs, names))
     except Exception as error:
-        guilty = next((what for what, value in _carried(function, args, kwargs) if not _can_pickle(value)), None)
-        what = f"because {guilty} cannot" if guilty else f"({error})"
+        size, guilty = max(_sizes(function, args, kwargs), default=(0, ""))
+        what = f"because {guilty} cannot" if size == math.inf else f"({error})"
         raise LaunchError(
             f"launch: the function {name} cannot be pickled for the ranks, {what}; make it inside the function instead."
         ) from None
-
-
-def _can_pickle(value: Any) -> bool:
-    import cloudpickle
-
-    try:
-        cloudpickle.dumps(value)
-    except Exception:
-        return False
-    return True
 
 
 def _notes_on_size(
@@ -239,29 +204,33 @@ def _notes_on_size(
     """A warning that names the largest value which travels with the function, when the whole is large."""
     if len(call) < LARGE_BYTES:
         return ()
-    import cloudpickle
-
-    sizes = [(len(cloudpickle.dumps(value)), what) for what, value in _carried(function, args, kwargs)]
-    size, what = max(sizes, default=(len(call), "its arguments"))
+    size, what = max(_sizes(function, args, kwargs), default=(len(call), "the function itself"))
     return (
         f"{name} carries {len(call) / 2**20:.0f} MiB to every rank, {size / 2**20:.0f} MiB of it in {what}; "
         "load it inside the function, or pass a path.",
     )
 
 
+def _sizes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[float, str]]:
+    """The bytes of each value that travels with `function`, and the words for it; infinite if it cannot be pickled."""
+    import cloudpickle
+
+    for what, value in _carried(function, args, kwargs):
+        try:
+            yield len(cloudpickle.dumps(value)), what
+        except Exception:
+            yield math.inf, what
+
+
 def _carried(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """What travels with `function`, each with the words to name it by."""
     yield from ((f"args[{i}]", value) for i, value in enumerate(args))
     yield from ((f"kwargs[{k!r}]", value) for k, value in kwargs.items())
-    yield from _captured(function)
+    if inspect.isfunction(function):
+        captured = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        yield from ((f"the captured variable {name!r}", cell.cell_contents) for name, cell in captured)
     found = _reachable(function, [])
     yield from ((f"the global {k!r}", v) for k, v in found.items() if not _is_notebooks(v) and not inspect.ismodule(v))
-
-
-def _captured(function: Any) -> Iterator[tuple[str, Any]]:
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    for name, cell in zip(code.co_freevars if code else (), cells, strict=False):
-        yield f"the captured variable {name!r}", cell.cell_contents
 
 
 def _reachable(function: Any, values: Sequence[Any]) -> dict[str, Any]:

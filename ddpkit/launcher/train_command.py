@@ -6,11 +6,10 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -22,10 +21,7 @@ from ddpkit.settings.words import explained
 
 from . import options
 from .launcher import launch
-from .options import EXIT_CODES, checked_options, decided_backend
-
-if TYPE_CHECKING:
-    from ddpkit.run import Run
+from .options import EXIT_CODES, checked_options, decided_backend, usable_gpus
 
 PROGRAM = "ddpkit.rank.training"
 RANKS_WITHOUT_GPU = 2
@@ -94,13 +90,12 @@ def train(
         return
     given = {"config": config, "batch-size": batch_size, "num-epochs": epochs, "log-dir": log_dir}
     given |= {"checkpoint-dir": checkpoint_dir, "resume": {True: "auto", False: "never", None: None}[resume]}
-    words = [
-        *["--log-level=DEBUG"] * debug,
-        *(f"--{name}={value}" for name, value in given.items() if value is not None),
-    ]
+    words = ["--log-level=DEBUG"] if debug else []
+    words += [f"--{name}={value}" for name, value in given.items() if value is not None]
     own = [option for parameter in context.command.params for option in parameter.opts]
     place = _place(gpus, nproc, cpu, debug)
-    with _preset(test) as first:
+    with TemporaryDirectory(prefix="ddpkit-train-") if test else contextlib.nullcontext() as folder:
+        first = [*TEST, f"--log-dir={folder}/logs", f"--checkpoint-dir={folder}/checkpoints"] if test else []
         try:
             checked = _checked([*first, *words, *context.args], place, own)
         except ConfigError as error:
@@ -113,18 +108,13 @@ def _place(gpus: str | None, nproc: str | None, cpu: bool, debug: bool) -> Place
     if cpu and gpus:
         raise LaunchError(f"train: --cpu and --gpus {gpus} exclude each other; leave one of them out.")
     env = dict(DEBUG) if debug else {}
-    visible = [] if cpu else usable_gpus()
+    visible = [] if cpu else usable_gpus(os.environ)
     if gpus:
         visible = _chosen(gpus, visible)
         # CUDA counts the fastest GPU first; nvidia-smi counts by their place on the bus.
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(str(g.index) for g in visible), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     ranks = checked_options(nproc=nproc or len(visible) or RANKS_WITHOUT_GPU).nproc
     return Place(ranks, tuple(visible), cpu, env)
-
-
-def usable_gpus() -> list[devices.Gpu]:
-    """The GPUs of which ranks started here may each have one."""
-    return devices.visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if options.torch_has_cuda() else []
 
 
 def _chosen(asked: str, visible: list[devices.Gpu]) -> list[devices.Gpu]:
@@ -138,22 +128,11 @@ def _chosen(asked: str, visible: list[devices.Gpu]) -> list[devices.Gpu]:
     if absent := [word for word in wanted if word not in known]:
         found = f"the GPUs visible here are {', '.join(known)}" if known else "no GPU is visible here"
         found = found if options.torch_has_cuda() else "this torch was built without CUDA"
-        raise LaunchError(
-            f"train: --gpus {asked} asks for {', '.join(absent)}, but {found}; name others, or use --cpu."
-        )
+        names = ", ".join(absent)
+        raise LaunchError(f"train: --gpus {asked} asks for {names}, but {found}; name others, or use --cpu.")
     if len(set(wanted)) < len(wanted):
         raise LaunchError(f"train: --gpus {asked} names a GPU twice; each rank needs one of its own.")
     return [known[word] for word in wanted]
-
-
-@contextlib.contextmanager
-def _preset(test: bool) -> Iterator[list[str]]:
-    """The words that come before all others: those of --test, with folders that are gone afterwards."""
-    if not test:
-        yield []
-        return
-    with TemporaryDirectory(prefix="ddpkit-train-") as folder:
-        yield [*TEST, f"--log-dir={Path(folder, 'logs')}", f"--checkpoint-dir={Path(folder, 'checkpoints')}"]
 
 
 def _checked(words: Sequence[str], place: Place, own: Sequence[str]) -> tuple[TrainConfig, str]:
@@ -196,7 +175,7 @@ def _trained(config: TrainConfig, backend: str, place: Place, max_restarts: int,
         max_restarts=max_restarts,
         name="train",
     )
-    return exit_code(run)
+    return EXIT_CODES.get(run.state, 1)
 
 
 def _command(config: TrainConfig, backend: str, place: Place, max_restarts: int) -> str:
@@ -205,8 +184,3 @@ def _command(config: TrainConfig, backend: str, place: Place, max_restarts: int)
     torchrun += ["--max-restarts", str(max_restarts)] if max_restarts else []
     settings = [f"{name}={value}" for name, value in place.env.items()]
     return shlex.join([f"{wire.ENV_BACKEND}={backend}", *settings, *torchrun, "-m", PROGRAM, *config.to_args()])
-
-
-def exit_code(run: Run) -> int:
-    """As that of `ddpkit run`."""
-    return EXIT_CODES.get(run.state, 1)
