@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "recorder": "processes runfolder",
     "rank": "runfolder settings rank.comm rank.guarding rank.joining rank.loading rank.memory rank.saving rank.trainer",
     "rank.trainer": "rank rank.comm rank.guarding rank.joining rank.loading rank.memory rank.saving settings",
-    "rank.comm": "display",
+    "rank.comm": "",
     "rank.guarding": "rank.joining recorder",
     "rank.joining": "recorder runfolder",
     "rank.loading": "processes rank.guarding rank.joining rank.saving",
