@@ -90,7 +90,7 @@ class Trainer:
         self.optimization = Optimization(
             config, self.spread, here.device, optimizer(self.spread.bare.parameters()) if optimizer else None
         )
-        self.saves = Saves(self)
+        self.saves = Saves(config, here, self.spread, self.optimization)
         self.step, self.epoch = 0, 0
         self._resumed_from: int | None = None
         self.mean_loss = float("nan")
@@ -117,9 +117,10 @@ class Trainer:
         self._end = num_steps or self.config.max_steps or self.config.num_epochs * steps_per_epoch
         self._ended_by = ""
         if self._resumed_from is None:
-            self._resumed_from = self.saves.resume()
+            self._resumed_from = self._resume()
         with ExitStack() as around:
-            self.memory = around.enter_context(self._monitor())
+            limit_mib, every = 1024 * self.config.max_memory_gb, self.config.memory_check_interval
+            self.memory = around.enter_context(MemoryMonitor(limit_mib, every=every, device=self.here.device))
             self.deadline = around.enter_context(Deadline(self.config.step_deadline_s or None, self.here))
             enabled = self.config.profile if profile is None else profile
             self.profile = around.enter_context(Profile(self.spread.model, enabled, self.config.log_dir, self.here))
@@ -127,7 +128,7 @@ class Trainer:
             around.callback(self.progress.close)
             while not self._is_done():
                 self._train_epoch()
-            self.saves.save()
+            self._save()
         return Outcome(
             self.step,
             self.epoch,
@@ -149,7 +150,7 @@ class Trainer:
             if self._is_done():
                 break
             if self.config.checkpoint_interval and self.step % self.config.checkpoint_interval == 0:
-                self.saves.save()
+                self._save()
         # Batch 0: the loader has come to the next epoch.
         if self.loader.state_dict()["batch"] in (0, len(self.loader)):
             self._finish_epoch()
@@ -198,20 +199,13 @@ class Trainer:
 
     def forward(self, batch: Any) -> torch.Tensor:
         """The loss of `batch`, in the precision of `config`."""
-        try:
-            with self.optimization.autocast():
-                return self.compute_loss(moved(batch, self.here.device))
-        except RuntimeError as error:
-            self.recovery.explain(error, self.step)
-            raise
+        with self.recovery.explained(self.step), self.optimization.autocast():
+            return self.compute_loss(moved(batch, self.here.device))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss` to the parameters' gradients."""
-        try:
+        with self.recovery.explained(self.step):
             self.optimization.backward(loss)
-        except RuntimeError as error:
-            self.recovery.explain(error, self.step)
-            raise
 
     def _exchange(self) -> None:
         """Exchange the ranks' figures; all ranks decide the same from them."""
@@ -237,7 +231,26 @@ class Trainer:
         self.epoch += 1
         self.loader.epoch = self.epoch
         if self.epoch % self.config.save_interval == 0:
-            self.saves.save()
+            self._save()
+
+    def _save(self) -> None:
+        told = {"epoch": self.epoch, "loss": self.mean_loss, "score": self.score}
+        self.saves.save(self.step, told, {"loader": self.loader.state_dict()})
+
+    def _resume(self) -> int:
+        """Go on from the newest whole checkpoint, if there is one; returns the steps that are done."""
+        found = self.saves.newest()
+        if found is None:
+            return 0
+        # DDP lays out its buckets anew after the first backward, and with more than two ranks their order decides in which
+        # order gradients are added, down to the last bit. So one backward comes before the state is loaded.
+        self.backward(self.forward(next(iter(self.loader))))
+        self.optimization.optimizer.zero_grad(set_to_none=True)
+        told, own = self.saves.load(found)
+        self.loader.load_state_dict(own["loader"])
+        self.step, self.epoch = found.step, told["epoch"]
+        self.mean_loss, self.score = told["loss"], told["score"]
+        return found.step
 
     def _is_done(self) -> bool:
         if self.step >= self._end:
@@ -258,7 +271,3 @@ class Trainer:
             retries=config.loader_retries,
             pin_memory=None if config.pin_memory else False,
         )
-
-    def _monitor(self) -> MemoryMonitor:
-        limit_mib = 1024 * self.config.max_memory_gb
-        return MemoryMonitor(limit_mib=limit_mib, every=self.config.memory_check_interval, device=self.here.device)
