@@ -120,7 +120,7 @@ class Trainer:
             self._resumed_from = self._resume()
         with ExitStack() as around:
             limit_mib, every = 1024 * self.config.max_memory_gb, self.config.memory_check_interval
-            self.memory = around.enter_context(MemoryMonitor(limit_mib, every=every, device=self.here.device))
+            self.memory = around.enter_context(MemoryMonitor(limit_mib, every, device=self.here.device))
             self.deadline = around.enter_context(Deadline(self.config.step_deadline_s or None, self.here))
             enabled = self.config.profile if profile is None else profile
             self.profile = around.enter_context(Profile(self.spread.model, enabled, self.config.log_dir, self.here))
