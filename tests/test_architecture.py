@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "rank.joining": "recorder runfolder",
     "rank.loading": "processes rank.guarding rank.joining rank.saving",
     "rank.memory": "rank recorder runfolder",
-    "rank.saving": "rank.joining",
+    "rank.saving": "rank.guarding rank.joining",
 }
 IN_A_RANK = ("rank", "recorder")
 
