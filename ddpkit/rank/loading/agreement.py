@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,16 +44,16 @@ def _check_alike(found: list[str], cure: str) -> None:
 
 
 class Retries:
-    """Counts the retries of each epoch: of all ranks together if there is a `store`, else of this process.
+    """Counts the retries of each epoch, of all ranks that share `store`.
 
     A counter, not a collective: the other ranks are in the middle of a step.
     """
 
-    def __init__(self, allowed: int, store: Any) -> None:
+    def __init__(self, allowed: int, store: dist.Store) -> None:
         self._allowed = allowed
         # Every rank makes its loaders in the same order, so the number is the same on all.
         self._prefix = f"ddpkit/loader_{next(_loaders_with_retries)}" if allowed else ""
-        self._store = dist.HashStore() if store is None else store
+        self._store = store
 
     def take(self, epoch: int) -> int:
         """Take one in `epoch`, and return how many are left; negative if there was none."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from ddpkit.rank.joining.process_group import Here
+
 from .agreement import Retries, UnevenData, agree
 from .batches import Fetch, Order, as_it_is, kept_randomness, seed_generators
-from .plan import Plan, default_context, default_workers, place_of, sampler_for
+from .plan import Plan, default_context, default_workers, found_here, sampler_for
 from .workers import Position, WatchedLoader, WorkerDied, WorkerTimedOut
-
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
 
 __all__ = ["SafeLoader", "UnevenData", "WorkerDied", "WorkerTimedOut", "safe_loader"]
 
@@ -76,26 +75,27 @@ def safe_loader(
         UnevenData: when a pass begins, on every rank.
         WorkerDied, WorkerTimedOut: while waiting for a batch, on the rank of that worker.
     """
-    place = place_of(here)
+    here = here or found_here()
+    on_gpu = here.device.type == "cuda"
     planned = Plan(
         dataset=dataset,
-        sampler=sampler_for(dataset, place, shuffle, even, sampler, seed, drop_last),
+        sampler=sampler_for(dataset, here, shuffle, even, sampler, seed, drop_last),
         even=even,
         batch_size=batch_size,
         drop_last=drop_last,
         seed=seed,
-        num_workers=default_workers(place.local_world_size) if num_workers is None else num_workers,
+        num_workers=default_workers(here.local_world_size) if num_workers is None else num_workers,
         timeout_s=timeout_s,
         retries=retries,
-        multiprocessing_context=multiprocessing_context or default_context(place.on_gpu),
-        pin_memory=place.on_gpu if pin_memory is None else pin_memory,
+        multiprocessing_context=multiprocessing_context or default_context(on_gpu),
+        pin_memory=on_gpu if pin_memory is None else pin_memory,
         collate=collate_fn or default_collate,
-        place=place,
+        here=here,
     )
     loader = SafeLoader(planned)
     if even and sampler is None and not len(loader):
         raise ValueError(
-            f"safe_loader: {len(dataset)} samples on {place.world_size} ranks in batches of {batch_size} "
+            f"safe_loader: {len(dataset)} samples on {here.world_size} ranks in batches of {batch_size} "
             f"(drop_last={drop_last}) make no batch; take smaller batches, or more samples."
         )
     return loader
@@ -109,9 +109,9 @@ class SafeLoader:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._at = Position(plan.place.rank)
+        self._at = Position(plan.here.rank)
         self._order = Order(plan.batch_size, plan.drop_last)
-        self._retries = Retries(plan.retries, plan.place.store)
+        self._retries = Retries(plan.retries, plan.here.store)
         self._halvings = 0
         self._state: Literal["ready", "running", "left"] = "ready"
         self._passes = 0
@@ -231,7 +231,7 @@ class SafeLoader:
             return iter(self._loader)
 
     def _key(self) -> tuple[int, ...]:
-        return (self._plan.seed, self._plan.place.rank, self._at.epoch)
+        return (self._plan.seed, self._plan.here.rank, self._at.epoch)
 
     def _new_loader(self) -> WatchedLoader:
         plan = self._plan

@@ -7,27 +7,15 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, IterableDataset
 
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
+from ddpkit.rank.joining.process_group import Here
 
 MOST_WORKERS = 8
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this rank stands. `store` is shared by all ranks; None if there is none."""
-
-    rank: int
-    world_size: int
-    local_world_size: int
-    on_gpu: bool
-    store: Any = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +38,7 @@ class Plan:
     multiprocessing_context: str | None
     pin_memory: bool
     collate: Callable[[list[Any]], Any]
-    place: Place
+    here: Here
 
     def __post_init__(self) -> None:
         size, count, timeout_s, way = self.batch_size, self.num_workers, self.timeout_s, self.multiprocessing_context
@@ -73,7 +61,7 @@ class Plan:
 
 
 def sampler_for(
-    dataset: Any, place: Place, shuffle: bool | None, even: bool, sampler: Any, seed: int, drop_last: bool
+    dataset: Any, here: Here, shuffle: bool | None, even: bool, sampler: Any, seed: int, drop_last: bool
 ) -> Any:
     """This rank's indices, as `safe_loader` describes them.
 
@@ -97,8 +85,8 @@ def sampler_for(
     if sampler is not None:
         return sampler
     if not even:
-        return range(place.rank, len(dataset), place.world_size)
-    return DistributedSampler(dataset, place.world_size, place.rank, shuffle is not False, seed, drop_last)
+        return range(here.rank, len(dataset), here.world_size)
+    return DistributedSampler(dataset, here.world_size, here.rank, shuffle is not False, seed, drop_last)
 
 
 def default_workers(local_ranks: int) -> int:
@@ -114,12 +102,13 @@ def default_context(on_gpu: bool) -> str | None:
     return "forkserver" if on_gpu else "fork"
 
 
-def place_of(here: Here | None) -> Place:
-    """From what `setup()` gave; else torch.distributed tells it; else there is one rank."""
-    if here is not None:
-        return Place(here.rank, here.world_size, here.local_world_size, here.device.type == "cuda", here.store)
+def found_here() -> Here:
+    """What `setup()` would have given: torch.distributed tells it, else there is one rank. The store is this rank's own."""
+    rank, world_size = 0, 1
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
     if dist.is_initialized():
-        world_size = dist.get_world_size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        return Place(dist.get_rank(), world_size, local, "nccl" in dist.get_backend())
-    return Place(0, 1, 1, torch.cuda.is_available())
+        rank, world_size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    device = torch.device("cuda" if "nccl" in backend else "cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return Here(rank, local_rank, world_size, local_world_size, backend, device, dist.HashStore())

@@ -30,7 +30,12 @@ class SmallTransformer(nn.Module):
         self.longest = config.seq_len
         self.tokens = nn.Embedding(config.vocab_size, width)
         self.positions = nn.Embedding(config.seq_len, width)
-        self.blocks = nn.ModuleList(Block(width, config.num_heads, config.dropout) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, config.num_heads, 4 * width, config.dropout, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(config.num_layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, config.vocab_size, bias=False)
 
@@ -47,35 +52,10 @@ class SmallTransformer(nn.Module):
                 "raise data.seq_len, or cut the text."
             )
         x = self.tokens(tokens) + self.positions.weight[:length]
+        hidden = nn.Transformer.generate_square_subsequent_mask(length, device=x.device, dtype=x.dtype)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_mask=hidden, is_causal=True)
         return self.head(self.norm(x))
-
-
-class Block(nn.Module):
-    """One transformer layer: attention and an MLP, both residual."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.queries_keys_values = nn.Linear(width, 3 * width)
-        self.joined = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, length, width) to the same."""
-        x = x + self._attention(self.before_attention(x))
-        return x + self.mlp(self.before_mlp(x))
-
-    def _attention(self, x: torch.Tensor) -> torch.Tensor:
-        split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
-        queries, keys, values = split.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width of a head)
-        dropout = self.dropout if self.training else 0.0
-        seen = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
-        return F.dropout(self.joined(seen.transpose(1, 2).flatten(2)), dropout)
 
 
 class SyntheticTokens(Dataset[Sample]):

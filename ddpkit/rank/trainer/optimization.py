@@ -28,7 +28,6 @@ class Optimization:
         spread: Replicated | Sharded,
         device: torch.device,
         optimizer: Any = None,
-        warmup: int = -1,
     ) -> None:
         self._spread, self._config = spread, config
         self.optimizer: torch.optim.Optimizer = optimizer or _adamw(spread.bare, config)
