@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from ddpkit.rank.joining import environment
-from ddpkit.rank.joining.environment import Place
 
 if TYPE_CHECKING:
     from ddpkit.rank.joining.process_group import Here
@@ -43,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     with _step(1):
         place = environment.place()
-    said = _sayer(place)
     said(1, f"variables: {environment.described(place)}")
     with _step(2):
         from ddpkit.rank.joining.process_group import setup
@@ -53,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _step(3):
             here = up.enter_context(setup(asked.backend, asked.timeout))
         said(3, f"init: {here.backend}, {here.world_size} rank{'s' if here.world_size > 1 else ''}")
-        _communicate(here, said)
+        _communicate(here)
         with _step(6):
             up.close()
     said(6, "barrier and destroy: done, all steps passed")
     return 0
 
 
-def _communicate(here: Here, said: Callable[[int, str], None]) -> None:
+def _communicate(here: Here) -> None:
     """Steps 4 and 5, and the barrier of step 6."""
     import torch
     import torch.distributed as dist
@@ -78,14 +76,10 @@ def _communicate(here: Here, said: Callable[[int, str], None]) -> None:
         dist.barrier()
 
 
-def _sayer(place: Place) -> Callable[[int, str], None]:
-    """A function that prints a step's line on rank 0."""
-
-    def said(number: int, text: str) -> None:
-        if place.rank == 0:
-            print(f"[{number}/6] {text}", flush=True)
-
-    return said
+def said(number: int, text: str) -> None:
+    """Print a step's line on rank 0."""
+    if environment.rank() == 0:
+        print(f"[{number}/6] {text}", flush=True)
 
 
 @contextmanager

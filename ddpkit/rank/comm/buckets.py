@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 # The times of the last so many backward passes are kept.
 KEPT_PASSES = 200
@@ -126,8 +127,10 @@ class Watch:
 
     def _after_forward(self, _module: Any, _inputs: Any, output: Any) -> None:
         self._pass.backward = None
-        if (tensor := _differentiable(output)) is not None:
-            tensor.register_hook(self._backward_begins)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._backward_begins)
+                return
 
     def _backward_begins(self, _gradient: Any) -> None:
         if self._pass.backward is None:
@@ -210,13 +213,3 @@ def _bytes(tensor: torch.Tensor) -> int:
     if tensor.is_sparse:
         return tensor._indices().nbytes + tensor._values().nbytes
     return tensor.nbytes
-
-
-def _differentiable(output: Any) -> Any:
-    """The first tensor with a gradient in what a model returned; None if there is none."""
-    if hasattr(output, "register_hook"):
-        return output if output.requires_grad else None
-    if is_dataclass(output) or isinstance(output, dict):
-        output = list((output if isinstance(output, dict) else vars(output)).values())
-    parts = output if isinstance(output, list | tuple) else ()
-    return next((found for part in parts if (found := _differentiable(part)) is not None), None)

@@ -17,14 +17,9 @@ LAST_SHARE, WAIT_SHARE = 0.7, 0.2
 WARM_PASSES, LEAST_PASSES = 1, 4
 
 
-def _whole(passes: Iterable[Pass]) -> list[Pass]:
-    """The passes in which every bucket came back."""
-    return [each for each in passes if each.ready and None not in each.back]
-
-
 def timed(passes: Sequence[Pass], clock: Clock) -> dict[str, Any]:
     """The times of the passes with the same buckets as the last: DDP lays its buckets out anew after the first."""
-    whole = _whole(passes)
+    whole = [each for each in passes if each.ready and None not in each.back]
     alike = [each for each in whole if each.sizes == whole[-1].sizes]
     settled = alike[WARM_PASSES:] or alike
     shapes = [_shape(each, clock) for each in settled]
@@ -142,50 +137,38 @@ def _headline(stats: Mapping[str, Any]) -> str:
 
 
 def _buckets(stats: Mapping[str, Any]) -> str:
-    return _aligned(
-        ("bucket", "MiB", "ready at ms", "back at ms", "took ms"),
-        [
-            (
-                str(b["bucket"]),
-                f"{b['bytes'] / MIB:.2f}",
-                f"{b['ready_ms']:.1f}",
-                f"{b['back_ms']:.1f}",
-                f"{b['ms']:.1f}",
-            )
-            for b in stats["buckets"]
-        ],
-    )
+    rows = []
+    for each in stats["buckets"]:
+        times = [_ms(each[name]) for name in ("ready_ms", "back_ms", "ms")]
+        rows.append((str(each["bucket"]), _mib(each["bytes"]), *times))
+    return _aligned(("bucket", "MiB", "ready at ms", "back at ms", "took ms"), rows)
 
 
 def _collectives(stats: Mapping[str, Any]) -> str:
-    return _aligned(
-        ("collective", "count", "MiB", "ms"),
-        [
-            (
-                c["name"],
-                str(c["count"]),
-                "-" if c["bytes"] is None else f"{c['bytes'] / MIB:.2f}",
-                "-" if c["ms"] is None else f"{c['ms']:.1f}",
-            )
-            for c in stats["collectives"] or ()
-        ],
-    )
+    rows = [(c["name"], str(c["count"]), _mib(c["bytes"]), _ms(c["ms"])) for c in stats["collectives"] or ()]
+    return _aligned(("collective", "count", "MiB", "ms"), rows)
 
 
 def _by_rank(stats: Mapping[str, Any]) -> str:
-    rows = [(str(r["rank"]), f"{r['waited_ms']:.1f}", f"{r['last_share']:.0%}") for r in stats["ranks"]]
+    rows = [(str(r["rank"]), _ms(r["waited_ms"]), f"{r['last_share']:.0%}") for r in stats["ranks"]]
     return "\n".join(filter(None, [_aligned(("rank", "waits ms", "comes last in"), rows), _verdict(stats)]))
+
+
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / MIB:.2f}"
+
+
+def _ms(ms: float | None) -> str:
+    return "-" if ms is None else f"{ms:.1f}"
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The first column to the left, the others to the right; "" without rows."""
     if not rows:
         return ""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, *rows)
-    )
+    first, *others = (max(map(len, column)) for column in zip(head, *rows, strict=True))
+    lines = []
+    for name, *cells in (head, *rows):
+        right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
+        lines.append("  ".join([name.ljust(first), *right]))
+    return "\n".join(lines)

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import importlib
 import mmap
+import resource
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -53,8 +54,6 @@ class CpuMemory:
         Raises:
             RuntimeError: the system does not enforce the limit, or allows less.
         """
-        import resource
-
         self._soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         asked = int((status_mib()["VmData"] - self.held_mib + mib) * MIB)
         if hard != resource.RLIM_INFINITY and asked > hard:
@@ -77,8 +76,6 @@ class CpuMemory:
 
     def release(self, pid: int) -> None:
         """Restore the limit from before in process `pid`, a child that has inherited ours; 0 is this process."""
-        import resource
-
         if self._soft is not None:
             with contextlib.suppress(OSError, ValueError):
                 hard = resource.prlimit(pid, resource.RLIMIT_DATA)[1]

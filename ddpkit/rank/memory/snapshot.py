@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import heapq
-import sys
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,6 @@ def of_gpu(path: Path) -> Path:
 @contextlib.contextmanager
 def _room() -> Iterator[None]:
     """Lift this process's limit for a moment: a list of all objects takes some MiB, and there are none left."""
-    if sys.platform != "linux":
-        yield
-        return
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     try:

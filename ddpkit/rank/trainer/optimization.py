@@ -23,11 +23,7 @@ class Optimization:
     """The optimizer with its schedule and scaler. `skipped` counts, on the device, the steps that were not applied."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        spread: Replicated | Sharded,
-        device: torch.device,
-        optimizer: Any = None,
+        self, config: TrainConfig, spread: Replicated | Sharded, device: torch.device, optimizer: Any = None
     ) -> None:
         self._spread, self._config = spread, config
         self.optimizer: torch.optim.Optimizer = optimizer or _adamw(spread.bare, config)

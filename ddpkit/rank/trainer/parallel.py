@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,12 +49,10 @@ class Replicated(_Spread):
                 find_unused_parameters=config.find_unused_parameters,
             )
 
-    @contextmanager
-    def synchronised(self, now: bool) -> Iterator[None]:
+    def synchronised(self, now: bool) -> AbstractContextManager[None]:
         """Inside, forward and backward average the gradients with the other ranks if `now`; otherwise they only add up."""
         wait = not now and isinstance(self.model, DistributedDataParallel)
-        with self.model.no_sync() if wait else nullcontext():
-            yield
+        return self.model.no_sync() if wait else nullcontext()
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Model and optimizer, without DDP's prefix."""
@@ -86,11 +83,10 @@ class Sharded(_Spread):
                 fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
-    @contextmanager
-    def synchronised(self, now: bool) -> Iterator[None]:
+    def synchronised(self, now: bool) -> AbstractContextManager[None]:
         """As DDP's; until `now`, each rank adds up whole gradients."""
         self.model.set_requires_gradient_sync(now)
-        yield
+        return nullcontext()
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Model and optimizer, as `torch.distributed.checkpoint` takes them."""

@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -45,12 +45,9 @@ class Progress:
 
     def __init__(self, here: Here, total_steps: int, done: int, workers: int) -> None:
         self._here = here
-        self._bar: Any = None
-        if here.rank == 0:
-            self._bar = tqdm(
-                total=total_steps, initial=done, unit="step", file=sys.stdout, mininterval=0.5, dynamic_ncols=True
-            )
-            logger.addFilter(self._make_room)
+        shown = {"total": total_steps, "initial": done, "unit": "step", "dynamic_ncols": True, "mininterval": 0.5}
+        self._bar = tqdm(file=sys.stdout, disable=here.rank != 0, **shown)
+        logger.addFilter(self._make_room)
         self._workers = dict.fromkeys(range(here.world_size), workers)
         self._begin()
 
@@ -73,8 +70,7 @@ class Progress:
         self._bad += ~finite
         self._data_s.append(data_s)
         self._forward_s.append(forward_s)
-        if self._bar is not None:
-            self._bar.update(1)
+        self._bar.update(1)
 
     def exchange(self, workers: int) -> Interval:
         """The figures of all ranks since the last exchange, by one all-gather. `workers`: of this rank's loader."""
@@ -99,8 +95,7 @@ class Progress:
 
     def say(self, step: int, epoch: int, interval: Interval) -> None:
         """Log an interval: its loss, and warnings."""
-        if self._bar is not None:
-            self._bar.set_postfix(loss=f"{interval.loss:.4f}", refresh=False)
+        self._bar.set_postfix(loss=f"{interval.loss:.4f}", refresh=False)
         logger.info("epoch %d step %d loss %.4f %.1f ms/step", epoch, step, interval.loss, interval.step_ms)
         for rank, times in interval.not_finite.items():
             logger.warning(
@@ -112,13 +107,11 @@ class Progress:
         self._workers = interval.workers
         if interval.slow:
             logger.warning("step %d: %s", step, interval.slow)
-        if self._bar is not None:
-            self._bar.refresh()
+        self._bar.refresh()
 
     def close(self) -> None:
-        if self._bar is not None:
-            logger.removeFilter(self._make_room)
-            self._bar.close()
+        logger.removeFilter(self._make_room)
+        self._bar.close()
 
 
 def lost_workers(before: dict[int, int], now: dict[int, int]) -> list[int]:
