@@ -11,13 +11,10 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from ddpkit.rank.joining.process_group import Here
 from ddpkit.rank.joining.words import in_words
 from ddpkit.recorder import failure
-
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
 
 PHASES = ("data", "forward", "backward", "optimizer")
 # How long a rank waits for the others' positions, and for those at fault to end first.

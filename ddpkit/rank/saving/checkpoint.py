@@ -16,16 +16,14 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ddpkit.rank.guarding.guard import everyones
+from ddpkit.rank.joining.process_group import Here
 
 from .randomness import random_states, set_random_states
-
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
 
 MODEL, SHARDED, COMPLETE = "model.pt", "sharded", "complete.json"
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ddpkit.rank.joining.process_group import Here
 from ddpkit.rank.loading.loader import safe_loader
-
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
 
 
 def evaluate(

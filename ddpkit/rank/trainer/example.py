@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset
 
-if TYPE_CHECKING:
-    from ddpkit.settings.training import TrainConfig
+from ddpkit.settings.training import TrainConfig
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 

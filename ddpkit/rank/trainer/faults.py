@@ -9,15 +9,14 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 
 from ddpkit.rank.loading.loader import safe_loader
 
-if TYPE_CHECKING:
-    from .loop import Trainer
+from .loop import Trainer
 
 KINDS = {
     "kill": "the rank is killed (SIGKILL)",

@@ -12,16 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ddpkit.rank.guarding import guard
 from ddpkit.rank.guarding.deadline import Deadline
+from ddpkit.rank.joining.process_group import Here
 from ddpkit.rank.loading.loader import SafeLoader, safe_loader
 from ddpkit.rank.loading.plan import default_workers
 from ddpkit.rank.memory.monitor import MemoryMonitor
 from ddpkit.rank.saving.randomness import seed_everything
+from ddpkit.settings.training import TrainConfig
 
 from . import example
 from .evaluation import evaluate, moved, samples
@@ -31,10 +33,6 @@ from .profiling import Profile
 from .progress import Progress
 from .recovery import Recovery
 from .saves import Saves
-
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
-    from ddpkit.settings.training import TrainConfig
 
 logger = logging.getLogger("ddpkit.rank")
 

@@ -7,14 +7,13 @@ optimizer's own kernel skips the step, so the host does not wait for the answer.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ddpkit.settings.training import TrainConfig
+from ddpkit.settings.training import TrainConfig
 
-    from .parallel import Replicated, Sharded
+from .parallel import Replicated, Sharded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

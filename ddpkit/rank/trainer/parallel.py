@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
-    from ddpkit.settings.training import TrainConfig
+from ddpkit.rank.joining.process_group import Here
+from ddpkit.settings.training import TrainConfig
 
 
 class _Spread:

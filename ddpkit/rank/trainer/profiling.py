@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ddpkit.rank.comm.profiler import CommProfiler
+from ddpkit.rank.joining.process_group import Here
 from ddpkit.rank.reports import report
-
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
 
 # Steps before (DDP lays out its buckets in the first), and steps that are profiled.
 BEFORE, PROFILED = 3, 5

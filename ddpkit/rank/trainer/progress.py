@@ -11,16 +11,13 @@ import sys
 import time
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
 from ddpkit.rank.guarding.guard import gathered
+from ddpkit.rank.joining.process_group import Here
 from ddpkit.rank.joining.words import in_words
-
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
 
 # A slow rank takes this many times as long as the middle rank, and the difference is this share of a step.
 SLOW_RATIO, SLOW_SHARE = 1.5, 1 / 3

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
+from ddpkit.rank.joining.process_group import Here
 from ddpkit.rank.joining.words import in_words
 from ddpkit.rank.memory.budget import is_out_of_memory
+from ddpkit.settings.training import TrainConfig
 
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
-    from ddpkit.settings.training import TrainConfig
-
-    from .optimization import Optimization
+from .optimization import Optimization
 
 
 class TooManyErrors(RuntimeError):

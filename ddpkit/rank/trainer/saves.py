@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ddpkit.rank.joining.process_group import Here
 from ddpkit.rank.saving.checkpoint import CheckpointError, Checkpoints, Found
+from ddpkit.settings.training import TrainConfig
 
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
-    from ddpkit.settings.training import TrainConfig
-
-    from .optimization import Optimization
-    from .parallel import Replicated, Sharded
+from .optimization import Optimization
+from .parallel import Replicated, Sharded
 
 logger = logging.getLogger("ddpkit.rank")
 
