@@ -35,12 +35,12 @@ MAY_IMPORT = {
     "recorder": "processes runfolder",
     "rank": "runfolder settings rank.comm rank.guarding rank.joining rank.loading rank.memory rank.saving rank.trainer",
     "rank.trainer": "rank rank.comm rank.guarding rank.joining rank.loading rank.memory rank.saving settings",
-    "rank.comm": "display",
+    "rank.comm": "",
     "rank.guarding": "rank.joining recorder",
     "rank.joining": "recorder runfolder",
     "rank.loading": "processes rank.guarding rank.joining rank.saving",
     "rank.memory": "rank recorder runfolder",
-    "rank.saving": "rank.joining",
+    "rank.saving": "rank.guarding rank.joining",
 }
 IN_A_RANK = ("rank", "recorder")
 

@@ -1,12 +1,10 @@
-"""The communication profiler: to the bit the same training, true counts, the rank that holds up the others, table and figure."""
+"""The communication profiler: to the bit the same training, true counts, the rank that holds up the others, the table."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from conftest import RECORDS
 
 import ddpkit
 from ddpkit import Run
-from ddpkit.rank.comm import figure, profiler, stats
+from ddpkit.rank.comm import profiler, stats
 from ddpkit.rank.comm.buckets import HostClock, Pass
 
 Script = Callable[..., str]
@@ -260,8 +258,6 @@ def test_who_holds_up_the_others_is_named_and_nobody_in_a_healthy_job(script: Sc
     # The one that waits is rank 0: its buckets come back late, after backward.
     assert zero["slow"]["exposed_ms"] > 50 > one["slow"]["exposed_ms"]
     assert "Rank 1 comes last in" in zero["table"] and "bucket" in zero["table"] and zero["same"] is True
-    assert zero["slow"]["ddp"]["comm_ms"] > 0
-    assert figure.figure(zero["slow"]).png(50).startswith(b"\x89PNG")
     check_refusals(zero, one)
 
 
@@ -286,7 +282,7 @@ def check_refusals(zero: dict[str, Any], one: dict[str, Any]) -> None:
     assert zero["broken"] == [] and zero["nothing"]["passes"] == 0 and zero["nothing"]["buckets"] == []
     assert "0 backward passes" in zero["nothing_table"]
     assert zero["hooked"]["note"].startswith("The model has a comm hook already (allreduce_hook), and DDP takes one:")
-    assert zero["hooked"]["buckets"] == [] and zero["hooked"]["ddp"]["comm_ms"] > 0
+    assert zero["hooked"]["buckets"] == []
     assert "comm hook already" in zero["hooked_table"]
     assert zero["traced_twice"]["note"] == (
         "torch's profiler runs already, so that this one could not trace the collectives." + AND_UNCOUNTED
@@ -321,7 +317,7 @@ def stats_of(
 ) -> dict[str, Any]:
     found = stats.timed(passes, HostClock())
     base = {"rank": 0, "world_size": 2, "backend": "gloo", "device": "cpu", "passes": len(passes), "note": ""}
-    totals = {"bytes": sum(sum(p.sizes) for p in passes), "collectives": None, "ddp": {}}
+    totals = {"bytes": sum(sum(p.sizes) for p in passes), "collectives": None}
     return {**base, **totals, **found, **stats.by_rank(waited or {}, found["step_ms"]), **more}
 
 
@@ -411,57 +407,6 @@ def test_where_torch_has_forgotten_collectives_or_keeps_none_it_says_so(monkeypa
     assert profiler._collectives(0, None) == (rows, "")
     monkeypatch.setattr(profiler, "_recorded", lambda since_ns: ([], 0))
     assert profiler._collectives(0, None) == (None, NOT_RECORDED)
-
-
-# The figure.
-
-
-def test_the_figure_draws_what_was_reported_and_says_it_in_words() -> None:
-    told = json.loads(json.dumps(stats_of([passing(at, (2, 6), (10, 14)) for at in range(0, 400, 40)], SLOW)))
-    drawn = figure.figure(told)
-    assert (
-        drawn.alt
-        == repr(drawn)
-        == (
-            "Over the time of one backward pass of rank 0: 2 buckets, 50% of their all-reduce hidden behind backward. "
-            "Rank 1 comes last in 100% of the steps, and the others wait up to 30.0 ms for it, 75% of a step."
-        )
-    )
-    step, waits = drawn.figure.axes
-    assert [label.get_text() for label in step.get_yticklabels()] == [
-        "backward",
-        "bucket 0, 0.00 MiB",
-        "bucket 1, 0.00 MiB",
-    ]
-    assert [label.get_text() for label in waits.get_yticklabels()] == ["rank 0", "rank 1, straggler"]
-    data, metadata = drawn._repr_mimebundle_()
-    assert data["image/png"].startswith(b"\x89PNG") and metadata["image/png"]["alt"] == data["text/plain"] == drawn.alt
-    alone = figure.figure({**told, **stats.by_rank({}, 0.0)})
-    assert len(alone.figure.axes) == 1 and alone.alt.endswith("hidden behind backward.")
-
-
-def test_the_figure_is_saved(tmp_path: Path) -> None:
-    figure.figure(stats_of([passing(0, (2, 6))])).save(tmp_path / "comm.svg")
-    assert "1 bucket, " in (tmp_path / "comm.svg").read_text()
-
-
-def test_without_a_bucket_it_is_said_why() -> None:
-    with pytest.raises(LookupError, match=r"timed no bucket in 0 backward passes. Call it after some steps"):
-        figure.figure(stats_of([]))
-    with pytest.raises(LookupError, match=r"timed no bucket in 0 backward passes. There is a hook."):
-        figure.figure(stats_of([], note="There is a hook."))
-
-
-def test_the_figure_needs_no_torch_and_says_what_to_install() -> None:
-    stats = stats_of([passing(0, (2, 6))])
-    code = (
-        "import sys; from ddpkit.rank.comm import figure\n"
-        f"stats = {stats!r}\nfigure.figure(stats)\nprint('torch' in sys.modules)\n"
-        "sys.modules['matplotlib.figure'] = None\nfigure.figure(stats)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "False\n"
-    assert "matplotlib is not installed in this environment; pip install matplotlib." in done.stderr
 
 
 @pytest.mark.job

@@ -176,7 +176,7 @@ def test_replicas_and_shards_train_as_one_process_does(script: Callable[..., str
         whole = torch.utils.data.default_collate([texts[i] for i in range(8)])
 
         def steps(model, batch):
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(3):
                 loss = language_model_loss(model(batch[0]), batch[1])
                 loss.backward()

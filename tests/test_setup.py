@@ -437,7 +437,7 @@ except ValueError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     unknown = 'log_to: level "LOUD" is not one of DEBUG, INFO, WARNING, ERROR, CRITICAL.\n'
     assert done.stdout == f"[DDP-WARNING] at 30\n{unknown}"
-    errors = ["[rank0]: [DDP-ERROR] at 40", "[rank0]: [DDP-ERROR] at 50", "[rank3]: [DDP-ERROR] at last"]
+    errors = ["[rank0]: [DDP-ERROR] at 40", "[rank0]: [DDP-CRITICAL] at 50", "[rank3]: [DDP-ERROR] at last"]
     assert done.stderr.splitlines() == errors
     assert [path.name for path in home.rglob("*") if path.is_file()] == ["rank_3.jsonl"]
     assert json.loads((home / "logs" / "rank_3.jsonl").read_text())["message"] == "at last"

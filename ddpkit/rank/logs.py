@@ -1,6 +1,6 @@
-"""`log_to`: Python's own logging for a job of many ranks: a file per rank, the console for rank 0, errors from everybody.
+"""`log_to`: Python's logging for a job of many ranks: a file per rank, the console for rank 0, errors from every rank.
 
-What it writes is read by `ddpkit diagnose`, and in a job of ddpkit by whoever looks into the run's folder.
+`ddpkit diagnose` reads these logs.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def log_to(folder: str | os.PathLike[str] | None = None, level: str = "INFO", as_json: bool = False) -> logging.Logger:
-    """Have this rank's log written; the logger that it returns is "ddpkit", whose children the kit's own rooms use.
+    """Write this rank's log; returns the logger "ddpkit", whose children the kit itself uses.
 
-    Each rank writes a file `rank_<r>.log` in `folder`, every line with time, rank and level, tracebacks too. Rank 0 also
-    prints to stdout, and every rank prints its errors to stderr. It may be called before there is a process group, and
-    without one; a second call replaces what the first has set.
+    Each rank writes `rank_<r>.log` in `folder`, with time, rank and level in each line, tracebacks too. Rank 0 also prints to
+    stdout, and every rank prints its errors to stderr. No process group is needed. A second call replaces the first.
 
     Args:
-        folder: where the files go; it is made. Without, none is written there. A rank of a ddpkit job always writes one
-            into its own folder of the run as well, which `run.ranks[r].log` reads.
-        level: the least that is written: DEBUG, INFO, WARNING, ERROR or CRITICAL.
-        as_json: write a line of JSON for each record instead, to `rank_<r>.jsonl`.
+        folder: of the files; None: no files there. A rank of a ddpkit job also writes one into its own folder of the run,
+            which `run.ranks[r].log` reads.
+        level: the lowest level that is written: DEBUG, INFO, WARNING, ERROR or CRITICAL.
+        as_json: write a line of JSON for each record, to `rank_<r>.jsonl`.
 
     Raises:
         ValueError: there is no such level.
@@ -42,7 +41,7 @@ def log_to(folder: str | os.PathLike[str] | None = None, level: str = "INFO", as
     rank = environment.rank()
     handlers: list[logging.Handler] = [_to(sys.stderr, _Lines(f"[rank{rank}]: "), least=logging.ERROR)]
     if rank == 0:
-        # What goes to stderr need not be told twice.
+        # Errors go to stderr already.
         handlers.append(_to(sys.stdout, _Lines(""), below=logging.ERROR))
     lines = _Json(rank) if as_json else _Lines(f"[rank{rank}]: ", timed=True)
     if folder is not None:
@@ -54,7 +53,7 @@ def log_to(folder: str | os.PathLike[str] | None = None, level: str = "INFO", as
 
 
 def _logger(handlers: list[logging.Handler], level: str) -> logging.Logger:
-    """The logger "ddpkit" with these handlers and no others. Its records do not go on to the root's, which would repeat them."""
+    """The logger "ddpkit" with these handlers only. Its records do not reach the root logger, which would repeat them."""
     logger = logging.getLogger("ddpkit")
     for old in list(logger.handlers):
         logger.removeHandler(old)
@@ -74,7 +73,7 @@ def _file(path: Path, lines: logging.Formatter) -> logging.Handler:
 
 
 def _to(stream: TextIO, lines: logging.Formatter, least: int = 0, below: int = 100) -> logging.Handler:
-    """A handler that prints the records from level `least` and below level `below`."""
+    """A handler that prints the records from level `least` to below level `below`."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(lines)
     handler.addFilter(lambda record: least <= record.levelno < below)
@@ -82,8 +81,8 @@ def _to(stream: TextIO, lines: logging.Formatter, least: int = 0, below: int = 1
 
 
 class _Lines(logging.Formatter):
-    """`[DDP-INFO] epoch 1`, with `before` and, where `timed`, the time before each line: a traceback's lines must tell whose
-    they are where the lines of several ranks are mixed."""
+    """`[DDP-INFO] epoch 1`, with `before` and, if `timed`, the time before each line: the lines of several ranks may be
+    mixed, those of a traceback too."""
 
     def __init__(self, before: str, timed: bool = False) -> None:
         super().__init__()
@@ -91,12 +90,12 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         before = f"{self.formatTime(record)} {self._before}" if self._timed else self._before
-        said = f"[DDP-{_level(record)}] {super().format(record)}"
+        said = f"[DDP-{record.levelname}] {super().format(record)}"
         return "\n".join(before + line for line in said.split("\n"))
 
 
 class _Json(logging.Formatter):
-    """A record as an object of JSON on one line, under the names that collectors of logs know."""
+    """A record as one line of JSON."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -107,16 +106,10 @@ class _Json(logging.Formatter):
         line = {
             "time": at.isoformat(timespec="milliseconds"),
             "rank": self._rank,
-            "level": _level(record),
+            "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
-
-
-def _level(record: logging.LogRecord) -> str:
-    """The four words that the prefixes have; what is worse than an error is one."""
-    known = (logging.ERROR, "ERROR"), (logging.WARNING, "WARNING"), (logging.INFO, "INFO")
-    return next((word for least, word in known if record.levelno >= least), "DEBUG")

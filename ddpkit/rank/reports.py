@@ -1,4 +1,4 @@
-"""`report`: what a rank hands over to the notebook, as JSON lines that `Run.reported` reads."""
+"""`report`: hands a rank's values to the notebook, as JSON lines that `Run.reported` reads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ddpkit.runfolder import wire
 
 
 def report(**values: Any) -> None:
-    """Hand `values` over to whoever launched the job; they appear in `run.reported[rank]`, the latest value of each name.
+    """Hand `values` to the caller of `launch`: `run.reported[rank]` has the latest value of each name.
 
-    Numbers, strings, lists and dicts go as they are; tensors and arrays as numbers or nested lists.
-    Outside a ddpkit job this does nothing, so that the script runs under plain torchrun too.
+    Numbers, strings, lists and dicts are sent as they are, tensors and arrays as numbers or nested lists. Outside a ddpkit
+    job this does nothing, so the script also runs under plain torchrun.
 
     Raises:
         TypeError: a value has no JSON form; the message names it.
@@ -36,13 +36,11 @@ def report(**values: Any) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """Tensors, arrays and their scalars know `tolist`; torch itself is not needed to ask."""
+    """Tensors and arrays have `tolist`, so torch need not be imported."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, set | frozenset | range):
         return list(value)
-    return str(value) if hasattr(value, "__fspath__") else _refuse(value)
-
-
-def _refuse(value: Any) -> Any:
+    if hasattr(value, "__fspath__"):
+        return str(value)
     raise TypeError(f"{type(value).__name__} is not JSON")

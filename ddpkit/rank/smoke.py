@@ -1,21 +1,23 @@
-"""`python -m ddpkit.rank.smoke`: the smallest communication test, without any training code, in six steps.
+"""`python -m ddpkit.rank.smoke`: the smallest communication test, in six steps and without training code.
 
-It runs under torchrun, under `ddpkit.launch("ddpkit.rank.smoke")` and as one plain process, which shows what the machine
-does without communication. `joining/process_group.py` does the work; here each step is said, and at a failure where to look.
+It runs under torchrun, under `ddpkit.launch("ddpkit.rank.smoke")`, and as one process, without communication. torch is
+imported in step 2, so that a torch that cannot be imported fails there.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from ddpkit.rank.joining import environment
-from ddpkit.rank.joining.environment import Place
-from ddpkit.rank.joining.process_group import Here, setup
 
-# By step: what a failure in it is a matter of.
+if TYPE_CHECKING:
+    from ddpkit.rank.joining.process_group import Here
+
+# Where to look when a step fails.
 ADVICE = {
     1: "Before init: a matter of the environment. Start it with torchrun, and remove lines that set its variables again.",
     2: "Before init: a matter of the environment. See that this is the torch that you installed: `ddpkit doctor`.",
@@ -28,10 +30,10 @@ ADVICE = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the six steps and return 0. What a step raises is raised again, so that the job ends with an exit code that says so.
+    """Run the six steps and return 0.
 
     Raises:
-        Exception: whatever a step has met; the line before tells the step and where to look.
+        Exception: what a step has raised; a line on stderr names the step and where to look.
         RuntimeError: the ranks' ids did not add up.
     """
     parser = argparse.ArgumentParser(prog="python -m ddpkit.rank.smoke", description="A minimal communication test.")
@@ -40,22 +42,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     with _step(1):
         place = environment.place()
-    said = _sayer(place)
     said(1, f"variables: {environment.described(place)}")
     with _step(2):
+        from ddpkit.rank.joining.process_group import setup
+
         said(2, f"versions: {environment.versions()}; {environment.devices()}")
     with ExitStack() as up:
         with _step(3):
             here = up.enter_context(setup(asked.backend, asked.timeout))
         said(3, f"init: {here.backend}, {here.world_size} rank{'s' if here.world_size > 1 else ''}")
-        _communicate(here, said)
+        _communicate(here)
         with _step(6):
             up.close()
     said(6, "barrier and destroy: done, all steps passed")
     return 0
 
 
-def _communicate(here: Here, said: Callable[[int, str], None]) -> None:
+def _communicate(here: Here) -> None:
     """Steps 4 and 5, and the barrier of step 6."""
     import torch
     import torch.distributed as dist
@@ -73,19 +76,15 @@ def _communicate(here: Here, said: Callable[[int, str], None]) -> None:
         dist.barrier()
 
 
-def _sayer(place: Place) -> Callable[[int, str], None]:
-    """Prints a step's line, on rank 0."""
-
-    def said(number: int, text: str) -> None:
-        if place.rank == 0:
-            print(f"[{number}/6] {text}", flush=True)
-
-    return said
+def said(number: int, text: str) -> None:
+    """Print a step's line on rank 0."""
+    if environment.rank() == 0:
+        print(f"[{number}/6] {text}", flush=True)
 
 
 @contextmanager
 def _step(number: int) -> Iterator[None]:
-    """Whatever fails in here fails in that step."""
+    """Around the work of a step: an exception is printed with the step's number and advice."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,4 @@
-"""A whole training as one program: `torchrun -n 2 -m ddpkit.rank.training --batch-size 32`; `ddpkit train` starts it.
-
-`train` is the same for a program with a model of its own.
-"""
+"""A whole training as one program: `torchrun --nproc-per-node 2 -m ddpkit.rank.training`; `ddpkit train` starts it."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ logger = logging.getLogger("ddpkit.rank")
 
 
 def train(config: TrainConfig, **parts: Any) -> Outcome:
-    """Bring the process group up, train, and take it down again; `parts` are `Trainer`'s model, loss, dataset and so on.
+    """Bring the process group up, train, and take it down again. `parts` are the other arguments of `Trainer`.
 
     Raises:
-        ConfigError: with every fault of `config`, before the ranks meet.
-        Besides, what `setup` and `Trainer.train` raise.
+        ConfigError: with everything that is wrong in `config`.
+        And what `setup` and `Trainer.train` raise.
     """
     log_to(config.log_dir or None, config.log_level, config.log_as_json)
     with setup(config.backend, config.timeout_s, config.fallback) as here:
@@ -50,13 +47,13 @@ def train(config: TrainConfig, **parts: Any) -> Outcome:
 
 
 def _with_its_data(config: TrainConfig, parts: dict[str, Any]) -> TrainConfig:
-    """`config` as it is to be judged: with the size of the data that are brought along, if any are and they have one."""
+    """`config` with the size of the caller's own dataset, if there is one."""
     data = parts.get("dataset")
     return replace(config, dataset_size=len(data), eval_fraction=0.0) if isinstance(data, Sized) else config
 
 
 def main(arguments: list[str]) -> int:
-    """The program: options as `TrainConfig.from_args` takes them. Exit code 2: an option that cannot be."""
+    """Train with the options of `TrainConfig.from_args`; exit code 2 if one of them is wrong."""
     try:
         config = TrainConfig.from_args(arguments)
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""`CommProfiler`: where the communication of a DDP model goes, by bucket, by collective and by rank.
+"""`CommProfiler`: how long a DDP model communicates, by bucket, by collective and by rank.
 
-`buckets.py` takes the moments, `stats.py` makes figures of them, `figure.py` draws. No device is waited for until the
-end; then each rank leaves its waits in the store, and no rank joins a collective for it.
+`buckets.py` notes the times, `stats.py` computes the results. The device is waited for only at the end. Each rank then
+puts its waits into the store: no collective is needed.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import math
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from . import buckets, stats
 from .buckets import Clock, GpuClock, HostClock, Watch
 
-if TYPE_CHECKING:
-    from torch.nn.parallel import DistributedDataParallel
-
-# Ranks leave the last step together, so that the others' figures are there within moments, or do not come.
+# Ranks leave the last step together, so the others' waits are in the store within moments, or never.
 OTHERS_WITHIN_S = 10
 
-# How many profilers this rank has entered: that many-th is the same on every rank.
+# Profilers that this rank has entered. Every rank counts alike, so the number is part of the keys.
 _entered = 0
 
 # As torch's flight recorder spells them.
@@ -39,25 +41,22 @@ _BYTES = {
 class CommProfiler:
     """Context manager around training steps of a DDP model, entered by every rank: `with CommProfiler(net) as comm:`.
 
-    Gradients are averaged exactly as without it. As it ends, each rank leaves its waits in the job's store, where `stats()`
-    finds those of the others: it is no collective, and may stand under `if rank == 0`. Before the end `stats()` tells of this
-    rank alone. After it the hook that DDP keeps does nothing but average, with one more pass over the gradients than DDP by
-    itself, and the model may be profiled again.
+    Gradients are averaged exactly as without it. Inside the block `stats()` covers this rank alone. After it, `stats()`
+    reads the other ranks' waits from the store: it is no collective, so rank 0 may call it alone. The hook then only
+    averages, which costs one more pass over the gradients than DDP alone. A model can be profiled again.
 
     Args:
-        ddp_model: a `DistributedDataParallel`. With a comm hook of its own, its buckets are not timed; `stats()["note"]` says so.
-            Register such a hook before this one: DDP takes no second.
-        enabled: False makes all of it nothing.
-        trace: have torch's profiler time every collective, those of DDP and of the program; costs much more, for a few steps.
+        ddp_model: a `DistributedDataParallel`. If it has a comm hook already, its buckets are not timed, and
+            `stats()["note"]` says so. DDP takes one hook: register your own first.
+        enabled: False switches everything off.
+        trace: also time every collective by torch's profiler. That costs much more: use it for a few steps.
 
     Raises:
-        TypeError: the model is no `DistributedDataParallel`.
+        TypeError: the model is not a `DistributedDataParallel`.
         RuntimeError: on entry, the model is being profiled already.
     """
 
     def __init__(self, ddp_model: DistributedDataParallel, enabled: bool = True, trace: bool = False) -> None:
-        from torch.nn.parallel import DistributedDataParallel
-
         if not isinstance(ddp_model, DistributedDataParallel):
             raise TypeError(
                 f"CommProfiler: a model wrapped in DistributedDataParallel asked for, but this is a {type(ddp_model).__name__}; "
@@ -71,7 +70,7 @@ class CommProfiler:
         self._tracing: Any = None
         self._spans: Any = None
         self._began_ns = self._number = 0
-        # Once it has ended.
+        # Known after the block.
         self._own: dict[str, Any] | None = None
         self._store: Any = None
         self._ranks: list[int] = []
@@ -114,20 +113,18 @@ class CommProfiler:
                 self._leave()
 
     def stats(self) -> dict[str, Any]:
-        """What was found, as plain data that `ddpkit.rank.report(comm=...)` takes. Sizes in bytes, times in ms, medians of
-        the last 200 passes; a pass is a backward that reduced gradients, and a step goes from one to the next.
+        """The results as plain data, for `ddpkit.rank.report(comm=...)`: sizes in bytes, times in ms, medians of the last 200
+        passes. A pass is a backward that reduced gradients; a step goes from one pass to the next.
 
-        - `rank`, `world_size`, `backend`, `device`; `passes`, `bytes` of gradients in all; `note`: what could not be found.
-        - `step_ms`; `backward_ms`, from the gradient of the output to the last bucket being ready; `comm_ms`, during which
-          any bucket was under way; `exposed_ms`, of it after the last bucket was ready, when backward has only to wait;
-          `hidden_share`, the rest of it; `sync_ms`, in which forward waited for rank 0's buffers.
-        - `buckets`, each `bucket`, `bytes`, `ready_ms` and `back_ms` since backward began, `ms` between them.
-        - `collectives`, each `name`, `count`, `bytes` that this rank put in, `ms` in all (None without `trace`); the list is
-          None where torch records none.
-        - `ddp`: DDP's own averages, sampled in the first ten steps and every hundredth: `forward_ms`, `backward_ms`, `comm_ms`,
-          `overlap_ms`.
-        - `ranks`, once the context has ended, each `rank`, `waited_ms` for the last one in a step, and `last_share`, of the
-          passes in which the others waited for it; `straggler`, the rank for which they do as a rule, or None.
+        - `rank`, `world_size`, `backend`, `device`; `passes`, `bytes` of gradients in all; `note`: what is not known.
+        - `step_ms`; `backward_ms`, until the last bucket is ready; `comm_ms`, while any bucket is under way;
+          `exposed_ms`, the part of it after the last bucket is ready, which backward waits for; `hidden_share`, the share
+          before that; `sync_ms`, the wait of forward for rank 0's buffers.
+        - `buckets`: each `bucket`, `bytes`, `ready_ms` and `back_ms` since backward began, `ms` between them.
+        - `collectives`: each `name`, `count`, `bytes` that this rank put in, `ms` in all (None without `trace`). The list
+          is None if torch records no collectives.
+        - `ranks`, after the block: each `rank`, `waited_ms` for the last rank of a step, `last_share` of the passes in
+          which this rank was last; `straggler`: the rank that is usually last, or None.
         """
         own = self._own or self._found()
         waited, missing = self._of_all_ranks() if self._store is not None else ({}, "")
@@ -143,9 +140,7 @@ class CommProfiler:
         return stats.table(self.stats())
 
     def _found(self) -> dict[str, Any]:
-        """What this rank knows by itself."""
-        import torch.distributed as dist
-
+        """What this rank knows alone."""
         group = self._model.process_group
         watch = self._watch
         if watch.count:
@@ -160,14 +155,11 @@ class CommProfiler:
             "bytes": watch.bytes,
             **stats.timed(watch.passes, self._clock),
             "collectives": collectives,
-            "ddp": _ddps_own(self._model),
             "note": " ".join(filter(None, [*self._notes, note])),
         }
 
     def _leave(self) -> None:
-        """Leave what this rank waited for in the job's store."""
-        import torch.distributed as dist
-
+        """Put this rank's waits into the job's store."""
         waits = [stats.waits(each, self._clock) for each in self._watch.passes]
         self._ranks = dist.get_process_group_ranks(self._model.process_group)
         self._store = dist.distributed_c10d._get_default_store()
@@ -177,38 +169,28 @@ class CommProfiler:
         return f"ddpkit/comm/{self._number}/{rank}"
 
     def _of_all_ranks(self) -> tuple[dict[int, list[tuple[float, float]]], str]:
-        """By global rank and pass, what each waited for the others in ms: in forward for buffers, after backward for
-        gradients. Nothing and a sentence where it is not there."""
+        """By rank and pass, the ms that each waited for buffers and for gradients; nothing and a sentence if unknown."""
         if not self._waited:
             keys = {rank: self._key(rank) for rank in self._ranks}
             try:
                 self._store.wait(list(keys.values()), timedelta(seconds=OTHERS_WITHIN_S))
                 self._waited = {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
             except RuntimeError:
-                return (
-                    {},
-                    f"Who waits for whom is not known: not every rank left its CommProfiler within {OTHERS_WITHIN_S} s.",
-                )
+                unknown = "Who waits for whom is not known: not every rank left its CommProfiler"
+                return {}, f"{unknown} within {OTHERS_WITHIN_S} s."
         return self._waited, ""
 
     def _start_tracing(self) -> None:
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
         if torch.autograd._profiler_enabled():
-            # It would be ended by a second one, without a word.
+            # A second profiler would end the first without a word.
             self._notes.append("torch's profiler runs already, so that this one could not trace the collectives.")
             return
-        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._tracing = profile(activities=[ProfilerActivity.CPU, *gpu])
+        self._tracing = torch.profiler.profile()
         self._tracing.start()
 
 
-# What torch says.
-
-
 def _collectives(since_ns: int, spans: Any) -> tuple[list[dict[str, Any]] | None, str]:
-    """Every collective since then by name, by the flight recorder and the profiler, and what is missing of it."""
+    """Every collective since then by name, from the flight recorder and the profiler; and a note on what is missing."""
     entries, kept = _recorded(since_ns)
     found: dict[str, dict[str, Any]] = {}
     for entry in entries:
@@ -222,16 +204,14 @@ def _collectives(since_ns: int, spans: Any) -> tuple[list[dict[str, Any]] | None
         found.setdefault(name, {"count": count, "bytes": None})["ms"] = round(ms, 4)
     if not kept and spans is None:
         return None, "This torch records no collectives of this backend; trace=True counts them."
-    # The recorder forgets the oldest, and numbers all of them.
+    # The recorder numbers all entries and drops the oldest.
     lost = kept and len(entries) == kept and entries[0].get("record_id", 0) > 0
     note = f"Of the collectives only the last {kept} are counted." if lost else ""
     return [{"name": name, **row} for name, row in sorted(found.items())], note
 
 
 def _recorded(since_ns: int) -> tuple[list[dict[str, Any]], int]:
-    """The entries of torch's flight recorder since then, and how many it holds at all; (nothing, 0) where it has none."""
-    from torch._C import _distributed_c10d as c10d
-
+    """The entries of torch's flight recorder since then, and how many it holds in all; (nothing, 0) if it has none."""
     dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
     if dump is None:
         return [], 0
@@ -242,7 +222,7 @@ def _recorded(since_ns: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _spanned(spans: Any) -> dict[str, tuple[int, float]]:
-    """Count and ms of the collectives among the profiler's spans; on a GPU, of those on the GPU."""
+    """Count and ms of each collective in the profiler's events; on a GPU, of those on the GPU."""
     if spans is None:
         return {}
     named = [each for each in spans.events() if each.name.startswith(("gloo:", "nccl:"))]
@@ -252,15 +232,3 @@ def _spanned(spans: Any) -> dict[str, tuple[int, float]]:
         count, ms = found.get(each.name, (0, 0.0))
         found[each.name] = (count + 1, ms + each.time_range.elapsed_us() / 1000)
     return found
-
-
-def _ddps_own(model: DistributedDataParallel) -> dict[str, float]:
-    """The averages in DDP's logging data, which are in ns; {} where it has none yet."""
-    data = model._get_ddp_logging_data()
-    names = {
-        "forward_ms": "avg_forward_compute_time",
-        "backward_ms": "avg_backward_compute_time",
-        "comm_ms": "avg_backward_comm_time",
-        "overlap_ms": "avg_backward_compute_comm_overlap_time",
-    }
-    return {ours: round(data[theirs] / 1e6, 4) for ours, theirs in names.items() if data.get(theirs)}

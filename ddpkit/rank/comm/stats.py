@@ -1,7 +1,4 @@
-"""Makes figures of the moments that `buckets.py` took: medians by bucket, what is hidden behind backward, who waits for whom.
-
-`profiler.py` gathers them from the ranks. Numbers and text alone: no torch.
-"""
+"""Computes the results of `CommProfiler` from the times in `buckets.py`, and prints them as a table."""
 
 from __future__ import annotations
 
@@ -14,20 +11,15 @@ from typing import Any
 from .buckets import Clock, Pass
 
 MIB = 1 << 20
-# A rank is called a straggler that comes last in so many of the passes, and costs the others such a share of a step.
+# A straggler comes last in at least this share of the passes, and costs the others at least this share of a step.
 LAST_SHARE, WAIT_SHARE = 0.7, 0.2
-# The first pass warms things up. Fewer than this beyond it show no habit.
+# The first pass is a warm-up. With fewer than this many more, nobody is called a straggler.
 WARM_PASSES, LEAST_PASSES = 1, 4
 
 
-def _whole(passes: Iterable[Pass]) -> list[Pass]:
-    """Those of which every bucket came back."""
-    return [each for each in passes if each.ready and None not in each.back]
-
-
 def timed(passes: Sequence[Pass], clock: Clock) -> dict[str, Any]:
-    """The times of `passes`, of those with the last one's buckets: DDP lays them out anew after its first."""
-    whole = _whole(passes)
+    """The times of the passes with the same buckets as the last: DDP lays its buckets out anew after the first."""
+    whole = [each for each in passes if each.ready and None not in each.back]
     alike = [each for each in whole if each.sizes == whole[-1].sizes]
     settled = alike[WARM_PASSES:] or alike
     shapes = [_shape(each, clock) for each in settled]
@@ -56,7 +48,7 @@ def timed(passes: Sequence[Pass], clock: Clock) -> dict[str, Any]:
 
 
 def _shape(one: Pass, clock: Clock) -> dict[str, Any]:
-    """A pass in ms since its backward began, or since its first bucket was ready where that is not known."""
+    """A pass in ms since its backward began; if that is not known, since its first bucket was ready."""
     begin = one.ready[0] if one.backward is None else one.backward
     ready = [clock.between_ms(begin, at) for at in one.ready]
     back = [clock.between_ms(begin, at) for at in one.back]
@@ -68,7 +60,7 @@ def _shape(one: Pass, clock: Clock) -> dict[str, Any]:
 
 
 def waits(one: Pass, clock: Clock) -> tuple[float, float]:
-    """Where the host or the stream stood still for others in a pass: for buffers, and for the gradients after the last."""
+    """The ms that this rank waited in a pass: for buffers, and for gradients after its last bucket was ready."""
     if not one.ready or None in one.back:
         return math.nan, math.nan
     shape = _shape(one, clock)
@@ -76,9 +68,13 @@ def waits(one: Pass, clock: Clock) -> tuple[float, float]:
 
 
 def by_rank(waited: Mapping[int, Sequence[tuple[float, float]]], step_ms: float) -> dict[str, Any]:
-    """Who waited, and for whom, by rank and pass. All ranks leave a collective together, so who spent the least time in it
-    came last; what the others spent above that, they waited for it. No clock of one rank is held against another's."""
-    # A rank that has seen fewer passes has missed the first.
+    """Who waited, and for whom. All ranks leave a collective together, so the rank that spent the least time in it came
+    last; the others waited for it as long as they spent more. So clocks of different ranks are never compared.
+
+    Args:
+        waited: by rank and pass, the two waits of `waits`.
+    """
+    # A rank that has seen fewer passes has missed the first ones.
     shortest = min(map(len, waited.values()), default=0)
     rows = zip(*(rank[len(rank) - shortest :] for rank in waited.values()), strict=True)
     passes = [row for row in rows if not any(math.isnan(x) for pair in row for x in pair)]
@@ -106,17 +102,14 @@ def _middle(values: Iterable[float]) -> float:
     return round(median(found), 4) if found else 0.0
 
 
-# The table.
-
-
 def table(stats: Mapping[str, Any]) -> str:
     """`stats()` of a profiler as aligned text."""
     blocks = [_headline(stats), _buckets(stats), _collectives(stats), _by_rank(stats), stats["note"]]
     return "\n\n".join(filter(None, blocks))
 
 
-def verdict(stats: Mapping[str, Any]) -> str:
-    """One sentence on who holds up the others; "" where nothing was exchanged."""
+def _verdict(stats: Mapping[str, Any]) -> str:
+    """One sentence on who holds up the others; "" if that is not known."""
     if not stats["ranks"]:
         return ""
     if stats["straggler"] is None:
@@ -144,50 +137,38 @@ def _headline(stats: Mapping[str, Any]) -> str:
 
 
 def _buckets(stats: Mapping[str, Any]) -> str:
-    return _aligned(
-        ("bucket", "MiB", "ready at ms", "back at ms", "took ms"),
-        [
-            (
-                str(b["bucket"]),
-                f"{b['bytes'] / MIB:.2f}",
-                f"{b['ready_ms']:.1f}",
-                f"{b['back_ms']:.1f}",
-                f"{b['ms']:.1f}",
-            )
-            for b in stats["buckets"]
-        ],
-    )
+    rows = []
+    for each in stats["buckets"]:
+        times = [_ms(each[name]) for name in ("ready_ms", "back_ms", "ms")]
+        rows.append((str(each["bucket"]), _mib(each["bytes"]), *times))
+    return _aligned(("bucket", "MiB", "ready at ms", "back at ms", "took ms"), rows)
 
 
 def _collectives(stats: Mapping[str, Any]) -> str:
-    return _aligned(
-        ("collective", "count", "MiB", "ms"),
-        [
-            (
-                c["name"],
-                str(c["count"]),
-                "-" if c["bytes"] is None else f"{c['bytes'] / MIB:.2f}",
-                "-" if c["ms"] is None else f"{c['ms']:.1f}",
-            )
-            for c in stats["collectives"] or ()
-        ],
-    )
+    rows = [(c["name"], str(c["count"]), _mib(c["bytes"]), _ms(c["ms"])) for c in stats["collectives"] or ()]
+    return _aligned(("collective", "count", "MiB", "ms"), rows)
 
 
 def _by_rank(stats: Mapping[str, Any]) -> str:
-    rows = [(str(r["rank"]), f"{r['waited_ms']:.1f}", f"{r['last_share']:.0%}") for r in stats["ranks"]]
-    return "\n".join(filter(None, [_aligned(("rank", "waits ms", "comes last in"), rows), verdict(stats)]))
+    rows = [(str(r["rank"]), _ms(r["waited_ms"]), f"{r['last_share']:.0%}") for r in stats["ranks"]]
+    return "\n".join(filter(None, [_aligned(("rank", "waits ms", "comes last in"), rows), _verdict(stats)]))
+
+
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / MIB:.2f}"
+
+
+def _ms(ms: float | None) -> str:
+    return "-" if ms is None else f"{ms:.1f}"
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The first column to the left, the others to the right; "" without rows."""
     if not rows:
         return ""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, *rows)
-    )
+    first, *others = (max(map(len, column)) for column in zip(head, *rows, strict=True))
+    lines = []
+    for name, *cells in (head, *rows):
+        right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
+        lines.append("  ".join([name.ljust(first), *right]))
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A deadline for a step: which rank holds up the others is asked through the store, and the job ends by that rank."""
+"""`Deadline`: a time limit for a step. The ranks find out through the store which of them holds up the others."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from ddpkit.rank.joining.process_group import Here
+from ddpkit.rank.joining.words import in_words
 from ddpkit.recorder import failure
 
-from .guard import ranks_in_words
-
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
-
 PHASES = ("data", "forward", "backward", "optimizer")
-# How long a rank waits for the others to say where they are, and for those at fault to end first.
+# How long a rank waits for the others' positions, and for those at fault to end first.
 ANSWER_S, AFTER_YOU_S = 5.0, 3.0
 
 logger = logging.getLogger("ddpkit.rank")
@@ -37,7 +33,7 @@ class StepDeadline(RuntimeError):
 
 @dataclass(frozen=True)
 class Position:
-    """How far a rank is: its step and the part of the step, and where in the program."""
+    """How far a rank is: its step, the phase of the step, and its line."""
 
     step: int
     phase: str
@@ -51,9 +47,9 @@ class Position:
 class Deadline:
     """Ends a job whose step takes longer than `seconds` (None: never), and says which rank holds it up.
 
-    `at("forward", step)` says where this rank is; it only assigns, so it can stand in every step. A thread looks on. When
-    time is up the ranks tell each other through the store where they are. The rank that is least far is at fault, or one
-    that does not answer; it fails with `StepDeadline`, and those that only wait for it end after it.
+    `at("forward", step)` notes where this rank is; it only assigns. When time is up, a thread exchanges the positions of
+    all ranks through the store. The ranks that are least far, or do not answer, are at fault: they fail with
+    `StepDeadline`, and the others end after them.
     """
 
     def __init__(self, seconds: float | None, here: Here) -> None:
@@ -74,12 +70,12 @@ class Deadline:
         self._ended.set()
 
     def at(self, phase: str, step: int) -> None:
-        """This rank is now in `phase` (one of `PHASES`) of `step`; with the first of them the clock starts anew."""
+        """Note that this rank is in `phase` (one of `PHASES`) of `step`; the first phase starts the clock."""
         since = time.monotonic() if phase == PHASES[0] else self._mark[0]
         self._mark = (since, step, phase)
 
     def rest(self) -> None:
-        """The step is over; what comes before the next (a save, an evaluation) has no deadline."""
+        """Stop the clock until the next step: a save or an evaluation has no deadline."""
         self._mark = (math.inf, *self._mark[1:])
 
     def _left_s(self) -> float:
@@ -103,11 +99,11 @@ class Deadline:
         if self._here.rank not in at_fault:
             time.sleep(AFTER_YOU_S)
         failure.note(error)
-        # The main thread may be in a collective for ever; nothing but the process' end gets it out of there.
+        # The main thread may wait in a collective for ever; only the end of the process stops it.
         failure.leave_at_once(1)
 
     def _positions(self) -> dict[int, Position]:
-        """Where this rank is, and where those are that say so in time."""
+        """The positions of this rank and of those that answer in time."""
         own, store = Position(self._mark[1], self._mark[2], self._line()), self._here.store
         store.set(f"deadline/{self._here.rank}", "\n".join((str(own.step), own.phase, own.line)))
         found, until = {self._here.rank: own}, time.monotonic() + ANSWER_S
@@ -120,7 +116,7 @@ class Deadline:
         return found
 
     def _stack(self) -> TracebackType | None:
-        """Where the main thread is, as the traceback of an exception that it raised there."""
+        """The main thread's stack, as the traceback of an exception raised there."""
         found: TracebackType | None = None
         for frame, line in traceback.walk_stack(sys._current_frames()[self._main]):
             found = TracebackType(found, frame, frame.f_lasti, line)
@@ -133,14 +129,14 @@ class Deadline:
 
 
 def held_up_by(positions: dict[int, Position], world_size: int) -> tuple[list[int], str]:
-    """The ranks that hold up a step, and why, from where each of them is; those that gave no answer are not in `positions`."""
+    """The ranks that hold up a step, and why. `positions` lacks those that gave no answer."""
     silent = sorted(set(range(world_size)) - set(positions))
     if silent:
-        return silent, f"{ranks_in_words(silent)} did not answer when asked where it is."
+        return silent, f"{in_words(silent)} did not answer when asked where it is."
     least = min(p.order for p in positions.values())
     at_fault = sorted(rank for rank, p in positions.items() if p.order == least)
     where = positions[at_fault[0]]
     told = f"in the {where.phase} of step {where.step}, {where.line}"
     if len(at_fault) == world_size:
         return at_fault, f"every rank is {told}"
-    return at_fault, f"{ranks_in_words(at_fault)} is still {told}; the others wait."
+    return at_fault, f"{in_words(at_fault)} is still {told}; the others wait."

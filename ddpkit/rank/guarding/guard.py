@@ -1,19 +1,19 @@
-"""What ranks must have in common, asked before it hurts: as many steps, equal replicas, finite values, every gradient.
+"""Checks what ranks must have in common: as many steps, equal replicas, finite values, every gradient.
 
-Each question is a function of its own. Those that ask the other ranks take one collective, and give every rank the same answer.
+Checks between ranks are collectives: every rank must call them, and every rank gets the same answer.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# So many digests go into the one collective of `check_replicas`; a model of more tensors shares them.
-SLOTS = 4096
+from ddpkit.rank.joining.words import in_words
 
 
 class StepsDiffer(RuntimeError):
@@ -21,7 +21,7 @@ class StepsDiffer(RuntimeError):
 
 
 class ReplicasDiffer(RuntimeError):
-    """The ranks no longer hold the same parameters or buffers; `at_fault` are those that differ from most, () of two ranks."""
+    """The ranks hold different parameters or buffers; `at_fault` are those that differ from most, () of two ranks."""
 
     def __init__(self, message: str, at_fault: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -29,9 +29,9 @@ class ReplicasDiffer(RuntimeError):
 
 
 def check_steps(steps: int, what: str = "steps") -> None:
-    """Raise on every rank when the ranks are not about to take the same number of `steps`; one all-gather of an integer.
+    """Raise on every rank if the ranks are not about to take the same number of `steps`; one all-gather.
 
-    Asked before an epoch it fails fast; asked after it, it is never reached: the rank with more steps waits for the others.
+    Call it before an epoch. After it is too late: the rank with more steps waits for the others and never comes here.
 
     Raises:
         StepsDiffer: with the count of each rank.
@@ -46,28 +46,26 @@ def check_steps(steps: int, what: str = "steps") -> None:
 
 
 def check_replicas(module: torch.nn.Module) -> None:
-    """Raise on every rank when parameters or buffers of `module` are not bit for bit the same on all; one all-gather, 32 KiB.
+    """Raise on every rank if a parameter or buffer of `module` is not the same on all, bit for bit.
 
-    Each tensor is hashed where it is (BLAKE2, about 1 GB/s on a CPU; a GPU's tensors are copied to the host), so this is
-    for the end of an epoch rather than for every step. Of a sharded tensor nothing is compared: each rank holds another part.
+    Each tensor is hashed (BLAKE2, about 1 GB/s on a CPU; a GPU's tensors are copied to the host) and the hashes are
+    gathered: call it after an epoch rather than in every step. Sharded tensors are not compared.
 
     Raises:
         ReplicasDiffer: with the ranks that differ, and the first tensor that does.
     """
-    names, digests = _digests(module)
-    rows = gathered(digests)
-    common = Counter(tuple(row.tolist()) for row in rows).most_common(1)[0][0]
-    apart = [rank for rank, row in enumerate(rows) if tuple(row.tolist()) != common]
+    rows = everyones(_hashes(module))
+    common = dict(Counter(tuple(row.items()) for row in rows).most_common(1)[0][0])
+    apart = [rank for rank, row in enumerate(rows) if row != common]
     if not apart:
         return
-    row = rows[apart[0]].tolist()
-    if row[0] != common[0]:
-        raise ReplicasDiffer(f"the ranks hold different models: other names or shapes on {ranks_in_words(apart)}.")
-    slots = [slot for slot in range(1, SLOTS + 1) if row[slot] != common[slot]]
-    first = next(name for i, name in enumerate(names) if 1 + i % SLOTS == slots[0])
-    whom = "rank 0 and rank 1 differ" if len(rows) == 2 else f"{ranks_in_words(apart)} differs from the other ranks"
+    row = rows[apart[0]]
+    if row.keys() != common.keys():
+        raise ReplicasDiffer(f"the ranks hold different models: other names or shapes on {in_words(apart)}.")
+    differ = [key[0] for key in common if row[key] != common[key]]
+    whom = "rank 0 and rank 1 differ" if len(rows) == 2 else f"{in_words(apart)} differs from the other ranks"
     raise ReplicasDiffer(
-        f"the replicas are not the same any more: {whom} in {len(slots)} of {len(names)} tensors, first {first}. "
+        f"the replicas are not the same any more: {whom} in {len(differ)} of {len(common)} tensors, first {differ[0]}. "
         "Look for what one rank alone does: a skipped step, model.module, an own seed, weights loaded after the wrap.",
         at_fault=apart if 2 * len(apart) < len(rows) else (),
     )
@@ -76,8 +74,8 @@ def check_replicas(module: torch.nn.Module) -> None:
 def all_finite(*values: torch.Tensor) -> bool:
     """Whether every value of `values` is finite on every rank: the same answer for all, by one all-reduce (MIN).
 
-    For a loss, before `backward`. After it no collective is needed: the gradients that DDP has averaged are the same on
-    every rank, so each finds by itself what the others find.
+    For a loss, before `backward`. After it no collective is needed: DDP has averaged the gradients, so every rank sees the
+    same.
     """
     finite = torch.stack([torch.isfinite(value.detach()).all() for value in values]).all().to(torch.int32)
     if dist.is_initialized():
@@ -86,9 +84,9 @@ def all_finite(*values: torch.Tensor) -> bool:
 
 
 def unused_parameters(module: torch.nn.Module) -> list[str]:
-    """Names of the parameters that the last `backward` gave no gradient on this rank, without a debug build.
+    """The parameters that the last `backward` gave no gradient on this rank.
 
-    Asked between `backward` and `zero_grad`; after `zero_grad(set_to_none=True)` none has one.
+    Call it between `backward` and `zero_grad`: after `zero_grad(set_to_none=True)` no parameter has one.
     """
     named = module.named_parameters()
     return [name.removeprefix("module.") for name, p in named if p.requires_grad and p.grad is None]
@@ -104,24 +102,21 @@ def gathered(row: torch.Tensor) -> list[torch.Tensor]:
     return [each.cpu() for each in rows]
 
 
-def _digests(module: torch.nn.Module) -> tuple[list[str], torch.Tensor]:
-    """Names of the tensors, and 1 + SLOTS integers: a digest of names and shapes, then one of each tensor's bytes."""
-    whole = {n: t for n, t in _named_tensors(module) if not hasattr(t, "to_local")}
-    slots = [_number(str([(name, tuple(t.shape), t.dtype) for name, t in whole.items()]).encode())] + [0] * SLOTS
-    for i, tensor in enumerate(whole.values()):
-        flat = tensor.detach().contiguous().cpu().flatten()
-        slots[1 + i % SLOTS] ^= _number(flat.view(torch.uint8).numpy() if flat.numel() else b"")
-    return list(whole), torch.tensor(slots, dtype=torch.int64)
+def everyones(mine: Any) -> list[Any]:
+    """`mine` of every rank, by rank; no rank returns before all have called this."""
+    if not dist.is_initialized():
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
-def _named_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _number(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
-
-
-def ranks_in_words(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+def _hashes(module: torch.nn.Module) -> dict[tuple[str, tuple[int, ...], str], bytes]:
+    """A hash of the bytes of each tensor, by its name, shape and type."""
+    found = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not hasattr(tensor, "to_local"):
+            flat = tensor.detach().contiguous().cpu().flatten()
+            data = flat.view(torch.uint8).numpy() if flat.numel() else b""
+            found[name, tuple(tensor.shape), str(tensor.dtype)] = hashlib.blake2b(data, digest_size=8).digest()
+    return found

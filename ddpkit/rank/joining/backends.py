@@ -1,6 +1,6 @@
-"""Decides on gloo or NCCL from facts that are equal on all ranks, and what else these facts tell; `rollcall.py` brings them.
+"""Chooses gloo or NCCL from the facts of all ranks (`rollcall.py`), so that every rank chooses the same.
 
-A rank that decided by itself would leave the others waiting in another backend.
+A rank that chose alone would leave the others waiting in another backend.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+
 from . import environment
 from .environment import Place
 from .rollcall import Facts
+from .words import by_value, in_words
 
 BACKENDS = ("gloo", "nccl")
 SLOW = "slower, for debugging only"
@@ -20,7 +24,7 @@ SLOW = "slower, for debugging only"
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend for all ranks, and why. `fell_back`: why it is not the one that was asked for, "" where it is."""
+    """The backend of all ranks, and why. `fell_back`: why it is not the one asked for, "" if it is."""
 
     backend: str
     why: str
@@ -28,9 +32,7 @@ class Choice:
 
 
 def own_facts(here: Place, asked: str | None, fallback: bool) -> Facts:
-    """What this rank can say of itself. A GPU is only looked at where NCCL may come of it."""
-    import torch
-
+    """This rank's facts. The GPU is looked at only where NCCL is possible."""
     no_nccl = "" if asked == "gloo" else _no_nccl(here)
     has_own = not no_nccl and asked in (None, "nccl") and not environment.shares_gpu()
     return Facts(
@@ -41,34 +43,32 @@ def own_facts(here: Place, asked: str | None, fallback: bool) -> Facts:
         backend=asked,
         fallback=fallback,
         no_nccl=no_nccl,
-        gpu=_gpu_name(here.local_rank) if has_own else "",
+        # Older torches do not tell it.
+        gpu=str(getattr(torch.cuda.get_device_properties(here.local_rank), "uuid", "")) if has_own else "",
         torch=torch.__version__,
         nccl=environment.nccl_version(),
     )
 
 
 def check_asked(asked: str | None) -> None:
-    """Refuse a backend that nobody knows.
+    """Refuse an unknown backend.
 
     Raises:
-        ValueError: it is neither gloo, nccl nor one that was registered with torch.
+        ValueError: it is neither gloo, nccl nor one that the program registered with torch.
     """
-    import torch.distributed as dist
-
-    # The program's own backends; those of torch's list that need hardware of their own are not for this kit.
     others = [name.lower() for name in dist.Backend._plugins if name.lower() != "fake"]
     if asked is not None and asked not in (*BACKENDS, *others):
         raise ValueError(f'setup: backend "{asked}" is not one of {", ".join([*BACKENDS, *others])}.')
 
 
 def decide(roll: Sequence[Facts]) -> Choice:
-    """The backend that all ranks take: what was asked for, else NCCL where every rank has a GPU of its own, else gloo.
+    """The backend of all ranks: the one asked for, else NCCL if every rank has its own GPU, else gloo.
 
     Raises:
-        ValueError: the ranks ask for different backends, or NCCL is asked for, cannot be, and not all ranks may fall back.
+        ValueError: the ranks ask for different backends, or for an NCCL that is impossible without `fallback` on every rank.
     """
     if len({facts.backend for facts in roll}) > 1:
-        all_asked = _by_value(roll, "backend", "none")
+        all_asked = _each(roll, "backend")
         raise ValueError(
             f"setup: the ranks ask for different backends: {all_asked}. All need the same argument or DDP_BACKEND."
         )
@@ -77,7 +77,7 @@ def decide(roll: Sequence[Facts]) -> Choice:
         return Choice("gloo", cannot) if cannot else Choice("nccl", "every rank has a GPU")
     if asked != "nccl" or not cannot:
         return Choice(asked, "asked for")
-    if not may_fall_back(roll):
+    if not all(facts.fallback for facts in roll):
         raise ValueError(
             f'setup: backend "nccl" asked for, but {cannot}; use backend="gloo", as many ranks as GPUs, fallback=True, '
             "or share the GPUs by launch(share_gpu=True)."
@@ -85,22 +85,17 @@ def decide(roll: Sequence[Facts]) -> Choice:
     return Choice("gloo", cannot, fell_back=cannot)
 
 
-def may_fall_back(roll: Sequence[Facts]) -> bool:
-    """Whether every rank was told that it may; one that was not would be left behind."""
-    return all(facts.fallback for facts in roll)
-
-
 def differences(roll: Sequence[Facts]) -> list[str]:
-    """What differs between ranks and may be why they will not understand each other; one sentence each."""
+    """A sentence for each version that differs between ranks: they may not understand each other."""
     return [
-        f"setup: the {name} versions differ between ranks: {_by_value(roll, field, 'none')}."
+        f"setup: the {name} versions differ between ranks: {_each(roll, field)}."
         for name, field in (("torch", "torch"), ("NCCL", "nccl"))
         if len({getattr(facts, field) for facts in roll}) > 1
     ]
 
 
 def _why_no_nccl(roll: Sequence[Facts]) -> str:
-    """Why these ranks cannot use NCCL together, with the rank; "" where they can."""
+    """Why these ranks cannot use NCCL together; "" if they can."""
     if unable := next((facts for facts in roll if facts.no_nccl), None):
         return f"rank {unable.rank} {unable.no_nccl}"
     owner: dict[str, int] = {}
@@ -112,9 +107,7 @@ def _why_no_nccl(roll: Sequence[Facts]) -> str:
 
 
 def _no_nccl(here: Place) -> str:
-    import torch
-    import torch.distributed as dist
-
+    """Why this rank cannot use NCCL; "" if it can."""
     if not dist.is_nccl_available():
         return "has a torch without NCCL"
     count = torch.cuda.device_count()
@@ -123,18 +116,7 @@ def _no_nccl(here: Place) -> str:
     return ""
 
 
-def _gpu_name(index: int) -> str:
-    """A name that no other GPU in the world has; "" where this torch does not tell it."""
-    import torch
-
-    return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
-
-
-def _by_value(roll: Sequence[Facts], field: str, none: str) -> str:
+def _each(roll: Sequence[Facts], field: str) -> str:
     """`gloo (rank 0), nccl (ranks 1, 2)`."""
-    ranks: dict[str, list[int]] = {}
-    for facts in roll:
-        ranks.setdefault(getattr(facts, field) or none, []).append(facts.rank)
-    return ", ".join(
-        f"{value} (rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))})" for value, those in ranks.items()
-    )
+    found = by_value([getattr(facts, field) or "none" for facts in roll])
+    return ", ".join(f"{value} ({in_words(ranks)})" for value, ranks in found.items())

@@ -1,6 +1,6 @@
 """Reads what torchrun told this rank through the environment, and says in a sentence what is wrong with it.
 
-`process_group.py` goes by it before anything else, `smoke.py` and `logs.py` ask it who they are.
+torch is imported only by the functions that describe it: a rank can say who it is without a torch that works.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from ddpkit.runfolder import wire
 
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Without these four nobody can be met; the local ones have defaults.
+# Ranks cannot meet without these four; the local ones have defaults.
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ENV_TIMEOUT = "TORCH_DIST_TIMEOUT"
 TORCHRUN_SETS_IT = "torchrun sets it: remove the line that sets it again, or start the script with torchrun"
@@ -24,9 +24,9 @@ _IMPORTED_AT = time.time()
 
 @dataclass(frozen=True)
 class Place:
-    """Where the environment puts this process. `alone`: nobody started it as a rank, so that it is a job of one.
+    """This process in its job, as the environment says. `alone`: it is not a rank, so it is a job of one.
 
-    `local_world_size` is None where nobody has set it. `host` and `port` are where the ranks meet.
+    `local_world_size` is None if it is not set. The ranks meet at `host` and `port`.
     """
 
     rank: int = 0
@@ -39,10 +39,10 @@ class Place:
 
 
 def place() -> Place:
-    """Read and check the variables of torchrun.
+    """Read and check torchrun's variables.
 
     Raises:
-        ValueError: one is missing while others are set, is no integer, or does not fit another.
+        ValueError: one is missing while others are set, is not an integer, or does not fit another.
     """
     env = os.environ
     if not env.get("RANK") and not env.get("WORLD_SIZE"):
@@ -65,18 +65,18 @@ def place() -> Place:
 
 
 def rank() -> int:
-    """The rank that the environment gives, 0 without; what is no number is for `place` to complain of."""
+    """The rank in the environment; 0 if there is none, or no number: `place` complains of that."""
     text = os.environ.get("RANK", "")
     return int(text) if text.isdigit() else 0
 
 
 def shares_gpu() -> bool:
-    """Whether the ranks were told to share GPUs: `launch(share_gpu=True)` with fewer GPUs than ranks."""
+    """Whether `launch(share_gpu=True)` has found fewer GPUs than ranks."""
     return os.environ.get(wire.ENV_SHARE_GPU) == "1"
 
 
 def _integer(name: str, default: str = "") -> int:
-    """The variable as a number; `default` where it is not set."""
+    """The variable as a number; `default` if it is not set."""
     text = os.environ.get(name) or default
     try:
         return int(text)
@@ -96,7 +96,7 @@ def timeout_s(asked: float | None) -> float | None:
     """Seconds after which a collective fails: `asked`, else $TORCH_DIST_TIMEOUT, else None for torch's own default.
 
     Raises:
-        ValueError: it is no number of seconds above 0.
+        ValueError: it is not a number of seconds above 0.
     """
     text = os.environ.get(ENV_TIMEOUT)
     if asked is None and not text:
@@ -112,20 +112,12 @@ def timeout_s(asked: float | None) -> float | None:
 
 
 def described(here: Place) -> str:
-    """The variables as they are, for a log: `RANK=0, WORLD_SIZE=2, ...`."""
+    """The variables, for a log: `RANK=0, WORLD_SIZE=2, ...`."""
     if here.alone:
         return "no rank's variables are set: a job of one process"
     said = ", ".join(f"{name}={os.environ[name]}" for name in TOLD if name in os.environ)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return said if attempt == "0" else f"{said}, restart {attempt}"
-
-
-def contradiction(here: Place) -> str:
-    """What torchrun says otherwise about the number of ranks; "" where it agrees or is not there."""
-    started = os.environ.get("ROLE_WORLD_SIZE", "")
-    if os.environ.get("ROLE_NAME") != "default" or not started.isdigit() or int(started) == here.world_size:
-        return ""
-    return f"WORLD_SIZE={here.world_size}, but torchrun started {started} ranks; {TORCHRUN_SETS_IT}"
 
 
 def versions() -> str:
@@ -140,7 +132,7 @@ def versions() -> str:
 
 
 def nccl_version() -> str:
-    """The NCCL that torch was built with; "" without."""
+    """The NCCL that torch was built with; "" if none."""
     import torch
     import torch.distributed as dist
 
@@ -150,7 +142,7 @@ def nccl_version() -> str:
 
 
 def devices() -> str:
-    """`no GPU is visible`, or how many are and what the first is called."""
+    """`no GPU is visible`, or how many GPUs and CPU cores there are."""
     import torch
 
     count = torch.cuda.device_count()
@@ -161,14 +153,14 @@ def devices() -> str:
 
 
 def settings() -> str:
-    """The variables that steer NCCL, gloo and CUDA, as they are set; what to look at when a group does not come up."""
+    """The variables of NCCL, gloo and CUDA that are set: the first thing to check when a group does not come up."""
     steer = ("NCCL_", "GLOO_", "CUDA_", "TORCH_NCCL_", "TORCH_DIST")
     said = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(steer))
     return said or "none is set"
 
 
 def started_at() -> float:
-    """When this process was started or forked, in seconds of the wall clock; elsewhere than on Linux, when it came here."""
+    """When this process was started or forked, in seconds of the wall clock; outside Linux, when it was first here."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")

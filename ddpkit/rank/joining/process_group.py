@@ -1,6 +1,6 @@
 """`setup`: brings the process group up with the right backend and device, and takes it down on every path.
 
-What it goes by is read in `environment.py`; the ranks meet in `store.py` and `rollcall.py`, and `backends.py` decides.
+`environment.py` reads the variables, the ranks meet in `store.py` and `rollcall.py`, and `backends.py` decides.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import contextlib
 import itertools
 import logging
 import os
-import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from ddpkit.recorder import collectives, failure
 from ddpkit.runfolder import wire
@@ -24,16 +25,12 @@ from . import store as stores
 from .environment import Place
 from .rollcall import Facts, RollCall
 
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-
-# gloo's threads ask for the GIL once more to let go of their last work. Met by an interpreter that is shutting down,
-# that aborts the process: in 5 of 40 healthy DDP jobs without this pause, in 0 of 40 with it.
+# gloo's threads ask for the GIL once more to let go of their last work. If the interpreter is shutting down then, the
+# process aborts: 5 of 40 healthy DDP jobs without this pause, 0 of 40 with it.
 GLOO_LETS_GO_S = 0.05
-# How long to wait for the others where torch has no default of its own: what torch takes for gloo.
+# How long to wait for the other ranks if no timeout is given: torch's default for gloo.
 MEETING_S = 1800.0
-# A step of `setup`, and what a failure in it is a matter of.
+# The steps of `setup`, and where to look when one fails.
 STEPS = {
     "environment": "the environment",
     "store": "the network",
@@ -43,7 +40,7 @@ STEPS = {
 }
 
 _LOG = logging.getLogger("ddpkit.rank")
-# Which `setup` of this process it is; every rank counts alike.
+# Numbers the setups of this process; every rank counts alike.
 _count = itertools.count(1)
 
 
@@ -51,8 +48,8 @@ _count = itertools.count(1)
 class Here:
     """Where this process stands in the job. `rank` counts over all hosts, `local_rank` on this one.
 
-    `store` is for what ranks have to tell each other beside the collectives: `store.set(key, text)`, `store.get(key)`. All
-    ranks share it, and no key of an attempt before a restart is in it. It ends with the `with` block.
+    `store` is for what ranks tell each other outside of collectives: `store.set(key, text)`, `store.get(key)`. All ranks
+    share it, and it holds no key of an attempt before a restart. It ends with the `with` block.
     """
 
     rank: int
@@ -67,15 +64,17 @@ class Here:
 class setup:
     """Context manager over the process group: `with setup() as here:`.
 
-    The backend is `backend`, else $DDP_BACKEND (which `launch(backend=...)` sets), else NCCL where every rank of the
-    job has a GPU of its own, otherwise gloo; the ranks agree on it through the store. The device, cuda:LOCAL_RANK or the
-    CPU, is chosen before any collective; ranks that share GPUs (`launch(share_gpu=True)`) take these in turn. `timeout_s`:
-    seconds after which a collective fails, and a rank that waits for the others here; else $TORCH_DIST_TIMEOUT, else
-    torch's default (gloo 30 minutes, NCCL 10). `fallback`: where NCCL is asked for and cannot be, or does not come up on
-    some rank, all ranks take gloo, with a warning; every rank must say so. Without torchrun's environment the process is
-    a job of one rank.
+    The device, cuda:LOCAL_RANK or the CPU, is set before any collective; ranks that share GPUs
+    (`launch(share_gpu=True)`) take them in turn. Without torchrun's environment the process is a job of one rank. Each
+    step is logged to "ddpkit.rank", which prints nothing below a warning unless asked to (`log_to`).
 
-    Each step is logged to "ddpkit.rank", which prints nothing below a warning unless asked to (`log_to`).
+    Args:
+        backend: else $DDP_BACKEND (which `launch(backend=...)` sets), else NCCL if every rank of the job has a GPU of
+            its own, otherwise gloo; the ranks agree on it through the store.
+        timeout_s: seconds after which a collective fails, and a rank that waits here for the others; else
+            $TORCH_DIST_TIMEOUT, else torch's default (gloo 30 minutes, NCCL 10).
+        fallback: if NCCL is asked for and impossible, or does not come up on some rank, all ranks take gloo, with a
+            warning. Every rank must ask for this.
 
     Raises:
         ValueError: the environment, an argument, or what the ranks were told does not fit; the message names it.
@@ -95,7 +94,7 @@ class setup:
         try:
             return self._bring_up()
         except BaseException as error:
-            # Before anybody is told: the others' failures are consequences of this one.
+            # First: the failures of the other ranks are consequences of this one.
             failure.note(error)
             self._say_failure(error)
             self._tell_others(error)
@@ -107,10 +106,8 @@ class setup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        import torch.distributed as dist
-
         if error is not None:
-            # Before the sockets close: the peers' own failures, a moment later, are consequences of this one.
+            # Before the sockets close: the failures of the other ranks a moment later are consequences of this one.
             failure.note(error)
         self._roll = None
         if dist.is_initialized():
@@ -119,50 +116,55 @@ class setup:
     def _bring_up(self) -> Here:
         place = environment.place()
         collectives.say_joining({})
-        timeout_s = environment.timeout_s(self._timeout_s)
+        self._timeout_s = environment.timeout_s(self._timeout_s)
         _say_where(place)
-        _refuse_a_second()
-        store, roll, name = self.rendezvous(place, timeout_s or MEETING_S)
+        if dist.is_initialized():
+            raise RuntimeError(
+                "setup: a process group is up already in this process. Leave the `with setup()` that made it, or call "
+                "destroy_process_group(), before the next."
+            )
+        store, roll, name = self._rendezvous(place)
         choice = _decided(place, roll)
         self._step = "device"
         device = _device(choice.backend, place)
         self._step = "init_process_group"
-        # What `init_process_group` needs beside the backend and its own store.
-        given = Given(place, timeout_s, device, _under(store, f"{name}/group"))
-        backend = self._init(choice.backend, given, backends.may_fall_back(roll))
+        backend = self._init(choice.backend, place, device, dist.PrefixStore(f"{name}/group", store), roll)
         device = device if backend == choice.backend else _device(backend, place)
         local_world_size = place.local_world_size or sum(facts.host == roll[place.rank].host for facts in roll)
         _LOG.info("rank %d of %d is up: %s on %s", place.rank, place.world_size, backend, device)
-        users = _under(store, f"{name}/user")
+        users = dist.PrefixStore(f"{name}/user", store)
         return Here(place.rank, place.local_rank, place.world_size, local_world_size, backend, device, users)
 
-    def rendezvous(self, place: Place, timeout_s: float) -> tuple[dist.Store, tuple[Facts, ...], str]:
+    def _rendezvous(self, place: Place) -> tuple[dist.Store, tuple[Facts, ...], str]:
         """Meet the other ranks: the store, all ranks' facts, and a prefix for keys that nobody has used."""
         self._step = "store"
-        own = _under(stores.open_store(place, timeout_s), f"ddpkit/{next(_count)}")
+        timeout_s = self._timeout_s or MEETING_S
+        store = dist.PrefixStore(f"ddpkit/{next(_count)}", stores.open_store(place, timeout_s))
         self._step = "roll call"
         facts = backends.own_facts(place, self._asked, self._fallback)
         if place.alone:
             backends.check_asked(self._asked)
-            return own, (facts,), "alone"
+            return store, (facts,), "alone"
         _LOG.info("store: %s:%d has answered", place.host, place.port)
-        self._roll, self._hosts = RollCall(own, facts, timeout_s, environment.started_at()), stores.hosts(place)
+        self._roll, self._hosts = RollCall(store, facts, timeout_s, environment.started_at()), stores.hosts(place)
         backends.check_asked(self._asked)
         roll, name = self._roll.meet()
         hosts = len({each.host for each in roll})
         _LOG.info("roll call: %d ranks on %d host%s", len(roll), hosts, "s" if hosts > 1 else "")
-        return own, roll, name
+        return store, roll, name
 
-    def _init(self, backend: str, given: Given, may_fall_back: bool) -> str:
-        """Bring the group up, with gloo where it does not come up with `backend` and that is allowed; the one it has.
+    def _init(
+        self, backend: str, place: Place, device: torch.device, store: dist.Store, roll: tuple[Facts, ...]
+    ) -> str:
+        """Bring the group up, with gloo if `backend` does not come up and all ranks may fall back; return its backend.
 
-        No rank goes on before all are up: gloo's last handshakes fail where a peer is through with its program already.
+        No rank goes on before all are up: gloo's last handshakes fail if a peer has ended its program already.
         """
         said = ""
         try:
-            _start(backend, given, backend)
+            self._start(backend, place, device, dist.PrefixStore(backend, store))
         except Exception as error:
-            if backend == "gloo" or not may_fall_back:
+            if backend == "gloo" or not all(facts.fallback for facts in roll):
                 if self._roll is not None:
                     self._roll.raise_if_failed_elsewhere(error)
                 raise
@@ -174,18 +176,32 @@ class setup:
         _take_down()
         why = f"{backend} did not come up on rank {rank} ({outcomes[rank]})"
         _LOG.warning("setup: fell back to gloo: %s; %s.", why, backends.SLOW)
-        _start("gloo", given, "fallback")
+        self._start("gloo", place, device, dist.PrefixStore("fallback", store))
         return "gloo"
 
+    def _start(self, backend: str, place: Place, device: torch.device, store: dist.Store) -> None:
+        """torch's own `init_process_group`."""
+        began = time.monotonic()
+        lasts = "torch's own" if self._timeout_s is None else f"{self._timeout_s:g} s"
+        _LOG.info("init_process_group: %s, %d ranks, timeout %s", backend, place.world_size, lasts)
+        dist.init_process_group(
+            backend,
+            timeout=None if self._timeout_s is None else timedelta(seconds=self._timeout_s),
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            device_id=device if backend == "nccl" else None,
+        )
+        _LOG.info("init_process_group: done in %.3f s", time.monotonic() - began)
+
     def _say_failure(self, error: BaseException) -> None:
-        what = STEPS[self._step]
         _LOG.error(
             "setup failed at its step %r, which is a matter of %s. %s: %s Variables of NCCL, gloo and CUDA: %s",
-            *(self._step, what, type(error).__name__, error, environment.settings()),
+            *(self._step, STEPS[self._step], type(error).__name__, error, environment.settings()),
         )
 
     def _tell_others(self, error: BaseException) -> None:
-        """Have those that wait for this rank know; where this process hosts the store, until they do."""
+        """Tell the ranks that wait for this one; if this process hosts the store, stay until they know."""
         with contextlib.suppress(Exception):
             if self._roll is not None:
                 self._roll.tell_failure(error)
@@ -193,47 +209,16 @@ class setup:
                     self._roll.linger()
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a process group is made of beside its backend."""
-
-    place: Place
-    timeout_s: float | None
-    device: torch.device
-    store: dist.Store
-
-
-def _start(backend: str, given: Given, prefix: str) -> None:
-    """torch's own `init_process_group`."""
-    import torch.distributed as dist
-
-    place, began = given.place, time.monotonic()
-    lasts = "torch's own" if given.timeout_s is None else f"{given.timeout_s:g} s"
-    _LOG.info("init_process_group: %s, %d ranks, timeout %s", backend, place.world_size, lasts)
-    dist.init_process_group(
-        backend,
-        timeout=None if given.timeout_s is None else timedelta(seconds=given.timeout_s),
-        store=_under(given.store, prefix),
-        rank=place.rank,
-        world_size=place.world_size,
-        device_id=given.device if given.device.type == "cuda" and backend == "nccl" else None,
-    )
-    _LOG.info("init_process_group: done in %.3f s", time.monotonic() - began)
-
-
 def _take_down() -> None:
-    import torch.distributed as dist
-
     if dist.is_initialized():
         backend = dist.get_backend()
         dist.destroy_process_group()
         if backend == "gloo":
             time.sleep(GLOO_LETS_GO_S)
     else:
-        # torch numbers its groups, and the number is part of the keys under which ranks look for each other. One that
-        # did not come up keeps its number; where it came up and was destroyed, torch counts from 0 again.
-        c10d = sys.modules["torch.distributed.distributed_c10d"]
-        c10d._world.group_count = 0
+        # torch numbers its groups, and the number is part of the keys under which ranks find each other. A group that did
+        # not come up keeps its number; after one that came up and was destroyed, torch counts from 0 again.
+        dist.distributed_c10d._world.group_count = 0
 
 
 def _decided(place: Place, roll: tuple[Facts, ...]) -> backends.Choice:
@@ -248,13 +233,11 @@ def _decided(place: Place, roll: tuple[Facts, ...]) -> backends.Choice:
 
 
 def _device(backend: str, place: Place) -> torch.device:
-    """The rank's device, made the current one: before any collective, or NCCL would take the first GPU on every rank."""
-    import torch
-
+    """This rank's device. It is set before any collective: else NCCL would take the first GPU on every rank."""
     device = torch.device("cuda", place.local_rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl" and environment.shares_gpu():
         device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-        # Read at the first communicator. Two ranks of one host may not have the same GPU, two hosts may.
+        # NCCL reads it at the first communicator. It refuses two ranks of one host on the same GPU, but not of two hosts.
         os.environ.setdefault("NCCL_HOSTID", f"rank{place.rank}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -267,21 +250,3 @@ def _say_where(place: Place) -> None:
         _LOG.info("environment: %s", environment.described(place))
         _LOG.info("versions: %s", environment.versions())
         _LOG.info("devices: %s", environment.devices())
-    if amiss := environment.contradiction(place):
-        _LOG.warning("setup: %s.", amiss)
-
-
-def _refuse_a_second() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        raise RuntimeError(
-            "setup: a process group is up already in this process. Leave the `with setup()` that made it, or call "
-            "destroy_process_group(), before the next."
-        )
-
-
-def _under(store: dist.Store, prefix: str) -> dist.Store:
-    import torch.distributed as dist
-
-    return dist.PrefixStore(prefix, store)

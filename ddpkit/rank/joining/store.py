@@ -1,4 +1,4 @@
-"""Opens the store at which the ranks of a job meet, and says why it cannot; `rollcall.py` then talks over it."""
+"""Opens the store at which the ranks of a job meet, or says why it cannot; `rollcall.py` then uses it."""
 
 from __future__ import annotations
 
@@ -8,36 +8,41 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from .environment import Place
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-# Ranks of one start come within this time, unless the machine is very busy; a host name that takes its server's time, 5 s,
-# is no news either. Not longer: whoever is missed is to be named before somebody has to look.
+# Ranks of one start come within this time unless the machine is very busy, and a slow name server takes 5 s.
+# Not longer: the missing rank should be named before somebody has to look.
 PATIENCE_S = 6.0
 
 _LOG = logging.getLogger("ddpkit.rank")
 
 
 def open_store(here: Place, timeout_s: float) -> dist.Store:
-    """The job's store: torchrun's, or rank 0's own where nobody else hosts one; for a process alone, one in its memory.
+    """The job's store: torchrun's; rank 0's own if nobody else hosts one; for a single process, one in its memory.
 
     Raises:
         DistNetworkError: the host has no address, the port is taken, or nobody answers there within `timeout_s`.
     """
-    import torch.distributed as dist
-
     if here.alone:
         return dist.HashStore()
     _find_host(here, min(PATIENCE_S, timeout_s))
     impatient = threading.Timer(PATIENCE_S, _say_that_it_waits, (here,))
     impatient.start()
     try:
-        store = _tcp_store(here, timeout_s)
-        # An older torch asks nothing as it opens a store.
+        store = dist.TCPStore(
+            here.host,
+            here.port,
+            None,
+            hosts(here),
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        )
+        # An older torch does not check by itself that a store answers.
         store.num_keys()
     except RuntimeError as error:
         _say_if_taken(here, error)
@@ -49,23 +54,8 @@ def open_store(here: Place, timeout_s: float) -> dist.Store:
 
 
 def hosts(here: Place) -> bool:
-    """Whether this process holds the store of the job, which ends with it. torchrun's agent does so for its ranks."""
+    """Whether this process hosts the job's store, which ends with it. torchrun's agent hosts it for its ranks."""
     return not here.alone and here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def _tcp_store(here: Place, timeout_s: float) -> dist.Store:
-    import torch.distributed as dist
-
-    return dist.TCPStore(
-        here.host,
-        here.port,
-        None,
-        hosts(here),
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
-    )
 
 
 def _say_that_it_waits(here: Place) -> None:
@@ -73,9 +63,7 @@ def _say_that_it_waits(here: Place) -> None:
 
 
 def _find_host(here: Place, patience_s: float) -> None:
-    """Wait a moment for the name to have an address: that of a container may come later than the container."""
-    import torch.distributed as dist
-
+    """Wait until the host's name has an address: that of a container may come later than the container."""
     until = time.monotonic() + patience_s
     while True:
         try:
@@ -91,8 +79,6 @@ def _find_host(here: Place, patience_s: float) -> None:
 
 
 def _say_if_taken(here: Place, error: RuntimeError) -> None:
-    import torch.distributed as dist
-
     if "EADDRINUSE" in str(error) or "ddress already in use" in str(error):
         raise dist.DistNetworkError(
             f"setup: rank 0 is to host the store at port {here.port}, but the port is taken (address already in use). "
@@ -102,7 +88,7 @@ def _say_if_taken(here: Place, error: RuntimeError) -> None:
 
 
 def _why_not(here: Place, waited_s: float) -> str:
-    """Who does not answer at the store's address, after a try of that long."""
+    """Who does not answer at the store's address, after `waited_s` seconds."""
     where, owner = f"{here.host}:{here.port}", "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
     asked = (
         f"setup: rank {here.rank} asked for the job's store at {where} (MASTER_ADDR, MASTER_PORT) for {waited_s:g} s"

@@ -1,16 +1,15 @@
-"""What the loaders of all ranks agree on (`loader.py`): the same pass, as it begins, and how many retries an epoch has left."""
+"""What the loaders of all ranks agree on (`loader.py`): where a pass begins, and how many retries an epoch has left."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddpkit.rank.guarding.guard import gathered
+from ddpkit.rank.joining.words import by_value, in_words
 
-MOST_NAMED = 8
 _loaders_with_retries = itertools.count()
 _UNEVEN = "those with more would wait for ever. Use DistributedSampler (as without sampler=), drop_last=True, or torch's Join."
 _NOT_RESUMED = "load the same state, or set the same epoch, on every rank."
@@ -18,11 +17,11 @@ _OTHER_SEED = "samples would come twice, or not at all. Give every rank the same
 
 
 class UnevenData(RuntimeError):
-    """The ranks are about to go through different numbers of batches, or not through the same epoch."""
+    """The ranks have different numbers of batches, or are not about to begin at the same place."""
 
 
 def agree(batches: int, epoch: int, batch: int, seed: int, halvings: int) -> int:
-    """Compare with the other ranks how many batches the pass has, where it begins and with which seed; one all-gather.
+    """Compare with the other ranks how many batches a pass has, where it begins, and its seed; one all-gather.
 
     Returns the most that any rank has halved its workers.
 
@@ -37,42 +36,27 @@ def agree(batches: int, epoch: int, batch: int, seed: int, halvings: int) -> int
 
 
 def _check_alike(found: list[str], cure: str) -> None:
-    """Raise when `found`, in words by rank, is not the same on all."""
-    if len(set(found)) == 1:
-        return
-    ranks: dict[str, list[int]] = {}
-    for rank, each in enumerate(found):
-        ranks.setdefault(each, []).append(rank)
-    told = ", ".join(f"{_who(who)} {each}" for each, who in ranks.items())
-    raise UnevenData(f"safe_loader: {told}: {cure}")
-
-
-def _who(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has"
-    named = ", ".join(map(str, ranks[:MOST_NAMED]))
-    return f"ranks {named} have" if len(ranks) <= MOST_NAMED else f"{len(ranks)} ranks ({named}, ...) have"
+    """Raise if `found`, in words by rank, is not the same on all."""
+    ranks = by_value(found)
+    if len(ranks) > 1:
+        told = ", ".join(f"{in_words(who)} {'have' if len(who) > 1 else 'has'} {each}" for each, who in ranks.items())
+        raise UnevenData(f"safe_loader: {told}: {cure}")
 
 
 class Retries:
-    """Counts the retries of each epoch: of all ranks in `store`, by one atomic number, else of this process alone.
+    """Counts the retries of each epoch, of all ranks that share `store`.
 
-    No collective: the other ranks are in the middle of a step.
+    A counter, not a collective: the other ranks are in the middle of a step.
     """
 
-    def __init__(self, allowed: int, store: Any) -> None:
+    def __init__(self, allowed: int, store: dist.Store) -> None:
         self._allowed = allowed
-        self._taken: dict[int, int] = {}
-        self._store = None
-        if allowed and store is not None:
-            # Every rank makes its loaders in the same order.
-            self._store = dist.PrefixStore(f"ddpkit/loader_{next(_loaders_with_retries)}", store)
+        # Every rank makes its loaders in the same order, so the number is the same on all.
+        self._prefix = f"ddpkit/loader_{next(_loaders_with_retries)}" if allowed else ""
+        self._store = store
 
     def take(self, epoch: int) -> int:
-        """Take one in `epoch`, and say how many are left; negative where none was."""
+        """Take one in `epoch`, and return how many are left; negative if there was none."""
         if not self._allowed:
             return -1
-        if self._store is not None:
-            return self._allowed - int(self._store.add(f"epoch_{epoch}", 1))
-        self._taken[epoch] = self._taken.get(epoch, 0) + 1
-        return self._allowed - self._taken[epoch]
+        return self._allowed - int(self._store.add(f"{self._prefix}/epoch_{epoch}", 1))

@@ -1,4 +1,4 @@
-"""Batches with a number: which samples each holds, and the random numbers it is made with. `loader.py` hands them out."""
+"""The batches of an epoch: which samples each holds, and the random numbers it is made with."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ Key = tuple[int, ...]
 
 
 class Batch(list[Any]):
-    """The indices of one batch's samples, and the key that its random numbers come from."""
+    """The indices of one batch's samples, and the key of its random numbers."""
 
     key: Key = ()
 
 
 class Order:
-    """The batches of one epoch on one rank; torch takes it for a batch sampler.
+    """The batches of one epoch on one rank, as a batch sampler for torch; its key is (seed, rank, epoch).
 
-    `key` is (seed, rank, epoch). The indices of a whole epoch are held, as DistributedSampler does too: so a pass can
-    begin at any batch without loading, or drawing, what comes before.
+    It holds the indices of the whole epoch, as DistributedSampler does, so a pass can begin at any batch.
     """
 
     def __init__(self, batch_size: int, drop_last: bool) -> None:
@@ -37,11 +36,11 @@ class Order:
         self.first = 0
 
     def batches_in(self, samples: int) -> int:
-        """How many batches `samples` make."""
+        """How many batches `samples` samples make."""
         return samples // self._batch_size if self._drop_last else -(-samples // self._batch_size)
 
     def take(self, sampler: Any, key: Key) -> None:
-        """Draw the indices of the epoch of `key` from `sampler`, with random numbers that come from `key` alone."""
+        """Draw the indices of an epoch from `sampler`, with random numbers that depend on `key` alone."""
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(key[-1])
         with kept_randomness():
@@ -60,10 +59,8 @@ class Order:
 
 
 class Fetch:
-    """The user's dataset as a worker sees it: it gives whole batches, with the random generators seeded for each.
-
-    So a batch is the same in whichever worker it is made, and whatever was made before it.
-    """
+    """The user's dataset, which makes whole batches here. The random generators are seeded for each batch, so a batch
+    does not depend on its worker, nor on the batches before it."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset, self._collate = dataset, collate
@@ -76,15 +73,13 @@ class Fetch:
 
 
 def as_it_is(batch: Any) -> Any:
-    """Stands in for a collate function where `Fetch` has collated already, inside the batch's random numbers."""
+    """The collate function for torch's loader: `Fetch` has collated already."""
     return batch
 
 
 def seed_generators(key: Key) -> None:
-    """Seed Python's, NumPy's and torch's CPU generators, each with its own number out of `key`.
-
-    Not the GPU's: they are the training's. Nor `torch.manual_seed`, which would seed them too.
-    """
+    """Seed Python's, NumPy's and torch's CPU generators from `key`. `torch.manual_seed` would also seed the GPU's, which
+    belong to the model."""
     numbers = struct.unpack("<QIq", hashlib.blake2b(repr(key).encode(), digest_size=20).digest())
     random.seed(numbers[0])
     np.random.seed(numbers[1])
@@ -93,7 +88,7 @@ def seed_generators(key: Key) -> None:
 
 @contextlib.contextmanager
 def kept_randomness() -> Iterator[None]:
-    """Leave this process' random generators as they were found: dropout must not hang on who loads the data."""
+    """Put this process's random generators back afterwards: dropout must not depend on who loads the data."""
     cpu = torch.device("cpu")
     states = random_states(cpu)
     try:

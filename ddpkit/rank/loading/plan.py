@@ -1,4 +1,4 @@
-"""What `safe_loader` (in `loader.py`) was asked for: checked, and what was left open filled in from the machine and the job."""
+"""What `safe_loader` (in `loader.py`) was asked for, checked; and the defaults that depend on the machine and the job."""
 
 from __future__ import annotations
 
@@ -7,36 +7,27 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler, IterableDataset, default_collate
+from torch.utils.data import DistributedSampler, IterableDataset
 
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
+from ddpkit.rank.joining.process_group import Here
 
 MOST_WORKERS = 8
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this rank stands; `store` is shared by all ranks, None where there is none."""
-
-    rank: int
-    world_size: int
-    local_world_size: int
-    on_gpu: bool
-    store: Any = None
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A loader to be made. `sampler` is None for an IterableDataset; `deals` where its samples are dealt out by seed."""
+    """The arguments of `safe_loader`, with its defaults filled in.
+
+    Raises:
+        ValueError: one of them cannot be.
+    """
 
     dataset: Any
     sampler: Any
-    deals: bool
     even: bool
     batch_size: int
     drop_last: bool
@@ -46,50 +37,56 @@ class Plan:
     retries: int
     multiprocessing_context: str | None
     pin_memory: bool
-    prefetch_factor: int
     collate: Callable[[list[Any]], Any]
-    place: Place
+    here: Here
+
+    def __post_init__(self) -> None:
+        size, count, timeout_s, way = self.batch_size, self.num_workers, self.timeout_s, self.multiprocessing_context
+        ways = multiprocessing.get_all_start_methods()
+        for wrong, said in (
+            (size < 1, f"batch_size={size} asked for; it is the number of samples per batch and rank."),
+            (count < 0, f"num_workers={count} asked for; use 0 to load in the rank itself, None for the default."),
+            (
+                timeout_s is not None and timeout_s <= 0,
+                f"timeout_s={timeout_s} asked for; give seconds, or None to wait for ever.",
+            ),
+            (self.retries < 0, f"retries={self.retries} asked for; use 0 to fail at the first death of a worker."),
+            (
+                way is not None and way not in ways,
+                f'multiprocessing_context="{way}" asked for; this system has {", ".join(ways)}.',
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"safe_loader: {said}")
 
 
-def made(
-    dataset: Any,
-    *,
-    here: Here | None,
-    shuffle: bool | None,
-    even: bool,
-    sampler: Any,
-    num_workers: int | None,
-    multiprocessing_context: str | None,
-    pin_memory: bool | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    **numbers: Any,
-) -> Plan:
-    """The plan for these arguments of `safe_loader`, with the defaults that its docstring names.
+def sampler_for(
+    dataset: Any, here: Here, shuffle: bool | None, even: bool, sampler: Any, seed: int, drop_last: bool
+) -> Any:
+    """This rank's indices, as `safe_loader` describes them.
 
     Raises:
-        ValueError: an argument cannot be, or goes not with another.
+        ValueError: two of these arguments exclude each other, or the dataset cannot be divided.
     """
-    iterable = isinstance(dataset, IterableDataset)
-    _check_numbers(num_workers=num_workers, **numbers)
-    _check_context(multiprocessing_context)
-    _check_order(iterable, shuffle, even, sampler, numbers["retries"])
-    place = _place(here)
-    deals = not iterable and sampler is None
-    if deals:
-        shuffle = even if shuffle is None else shuffle
-        sampler = _sampler(dataset, place, even, shuffle, numbers["seed"], numbers["drop_last"])
-    return Plan(
-        dataset=dataset,
-        sampler=sampler,
-        deals=deals,
-        even=even,
-        num_workers=default_workers(place.local_world_size) if num_workers is None else num_workers,
-        multiprocessing_context=multiprocessing_context or default_context(place.on_gpu),
-        pin_memory=place.on_gpu if pin_memory is None else pin_memory,
-        collate=collate_fn or default_collate,
-        place=place,
-        **numbers,
-    )
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "safe_loader: an IterableDataset given; its samples have no numbers by which ranks could share them. "
+            "Use a map-style dataset, or torch's own DataLoader."
+        )
+    if not even and (shuffle or sampler is not None):
+        raise ValueError(
+            "safe_loader: even=False gives rank r the samples r, r + world size, ... in that order; "
+            "leave out shuffle= and sampler=."
+        )
+    if sampler is not None and shuffle:
+        raise ValueError(
+            "safe_loader: shuffle=True and a sampler= asked for; the sampler has the order, leave out shuffle=."
+        )
+    if sampler is not None:
+        return sampler
+    if not even:
+        return range(here.rank, len(dataset), here.world_size)
+    return DistributedSampler(dataset, here.world_size, here.rank, shuffle is not False, seed, drop_last)
 
 
 def default_workers(local_ranks: int) -> int:
@@ -105,72 +102,13 @@ def default_context(on_gpu: bool) -> str | None:
     return "forkserver" if on_gpu else "fork"
 
 
-def _place(here: Here | None) -> Place:
-    if here is not None:
-        on_gpu = here.device.type == "cuda"
-        return Place(here.rank, here.world_size, here.local_world_size, on_gpu, getattr(here, "store", None))
-    if dist.is_available() and dist.is_initialized():
-        world_size = dist.get_world_size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        return Place(dist.get_rank(), world_size, local, "nccl" in dist.get_backend())
-    return Place(0, 1, 1, torch.cuda.is_available())
-
-
-def _sampler(dataset: Any, place: Place, even: bool, shuffle: bool, seed: int, drop_last: bool) -> Any:
-    """Which samples are this rank's."""
-    if not even:
-        return range(place.rank, len(dataset), place.world_size)
-    return DistributedSampler(dataset, place.world_size, place.rank, shuffle, seed, drop_last)
-
-
-def _check_numbers(
-    *,
-    num_workers: int | None,
-    batch_size: int,
-    prefetch_factor: int,
-    retries: int,
-    timeout_s: float | None,
-    seed: int,
-    drop_last: bool,
-) -> None:
-    if batch_size < 1:
-        raise ValueError(
-            f"safe_loader: batch_size={batch_size} asked for; it is the number of samples per batch and rank."
-        )
-    if num_workers is not None and num_workers < 0:
-        raise ValueError(
-            f"safe_loader: num_workers={num_workers} asked for; use 0 to load in the rank itself, None for the default."
-        )
-    if prefetch_factor < 1:
-        raise ValueError(
-            f"safe_loader: prefetch_factor={prefetch_factor} asked for; each worker loads at least 1 batch ahead."
-        )
-    if timeout_s is not None and timeout_s <= 0:
-        raise ValueError(f"safe_loader: timeout_s={timeout_s:g} asked for; give seconds, or None to wait for ever.")
-    if retries < 0:
-        raise ValueError(f"safe_loader: retries={retries} asked for; use 0 to fail at the first death of a worker.")
-
-
-def _check_context(name: str | None) -> None:
-    ways = multiprocessing.get_all_start_methods()
-    if name is not None and name not in ways:
-        raise ValueError(f'safe_loader: multiprocessing_context="{name}" asked for; this system has {", ".join(ways)}.')
-
-
-def _check_order(iterable: bool, shuffle: bool | None, even: bool, sampler: Any, retries: int) -> None:
-    if iterable and (shuffle or sampler is not None):
-        raise ValueError("safe_loader: an IterableDataset has its own order; leave out shuffle= and sampler=.")
-    if iterable and retries:
-        raise ValueError(
-            f"safe_loader: retries={retries} asked for, but with fewer workers an IterableDataset gives other batches; "
-            "use a map-style dataset, or retries=0."
-        )
-    if sampler is not None and shuffle:
-        raise ValueError(
-            "safe_loader: shuffle=True and a sampler= asked for; the sampler has the order, leave out shuffle=."
-        )
-    if not even and (shuffle or sampler is not None):
-        raise ValueError(
-            "safe_loader: even=False gives rank r the samples r, r + world size, ... in that order; "
-            "leave out shuffle= and sampler=."
-        )
+def found_here() -> Here:
+    """What `setup()` would have given: torch.distributed tells it, else there is one rank. The store is this rank's own."""
+    rank, world_size = 0, 1
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if dist.is_initialized():
+        rank, world_size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    device = torch.device("cuda" if "nccl" in backend else "cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return Here(rank, local_rank, world_size, local_world_size, backend, device, dist.HashStore())

@@ -1,9 +1,8 @@
-"""The worker processes of a loader: a death or silence among them, told as what it is. `loader.py` decides what follows.
+"""The worker processes of a loader: says which has died or sends nothing, and why. `loader.py` decides what follows.
 
-torch tells of a dead worker by raising from a handler of SIGCHLD, in whatever line of the program runs just then, where
-nobody can go on from it; and not at all for a forkserver's children until its timeout. Here the workers are looked at
-while a batch is waited for, and nowhere else. torch has no public way to that: `WatchedIterator` stands on private names
-of its loader, the same from 2.4 to 2.13.
+torch raises for a dead worker from a handler of SIGCHLD, at whatever line runs just then, where nobody can go on; and
+for a forkserver's children only at its timeout. Here the workers are checked only while a batch is waited for. torch has
+no public way to do that: `WatchedIterator` uses private names of its loader, the same from torch 2.4 to 2.13.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from ddpkit.processes.keeper import signal_name
 from ddpkit.processes.oom import OomWatch
 
 TICK_S = 0.2
-# A worker's connection breaks a moment before the worker can be seen to be gone.
+# A worker's connection breaks a moment before its end can be seen.
 DYING_TAKES_S = 1.0
 ENDING_TAKES_S = 5.0
 MIB = 2**20
@@ -35,15 +35,13 @@ _NATIVE = "native code in the dataset, a decoder for instance,"
 _WHY = {
     "SIGSEGV": f"{_NATIVE} touched memory that is not its own; faulthandler.enable() in the dataset shows where",
     "SIGABRT": f"{_NATIVE} gave up; its last words are on stderr",
-    "SIGFPE": f"{_NATIVE} divided by zero",
-    "SIGILL": f"{_NATIVE} was built for another CPU",
     "SIGTERM": "somebody ended it",
 }
 
 
 @dataclass
 class Position:
-    """Where this rank's loader stands: `batch` batches of `epoch` have been handed out."""
+    """The place of this rank's loader: it has handed out `batch` batches of `epoch`."""
 
     rank: int
     epoch: int = 0
@@ -53,16 +51,16 @@ class Position:
 class WorkerDied(RuntimeError):
     """A worker process of this rank's loader has died.
 
-    `rank`, `worker` (from 0), `pid`, `exitcode` (-9 for signal 9), `signal` ("SIGKILL"; "" where it left by an exit
-    code), `epoch` and `batch`: the first that it had yet to deliver. torch's own error is the `__cause__`.
+    It has `rank`, `worker` (from 0), `pid`, `exitcode` (-9 for signal 9), `signal` ("SIGKILL"; "" after an exit code),
+    and `epoch` and `batch`: the first one that is missing. torch's own error is the `__cause__`.
     """
 
     def __init__(self, at: Position, worker: int, of: int, pid: int, exitcode: int, kernel_says: str) -> None:
         self.rank, self.epoch, self.batch = at.rank, at.epoch, at.batch
         self.worker, self.pid, self.exitcode = worker, pid, exitcode
-        self.signal = _signal_name(-exitcode) if exitcode < 0 else ""
+        self.signal = signal_name(-exitcode) if exitcode < 0 else ""
         how = f"is killed by signal: {signal.strsignal(-exitcode)}" if exitcode < 0 else "exited unexpectedly"
-        # The first sentence is torch's own, for whoever searches for it.
+        # The first sentence is torch's own, so that a search finds it.
         super().__init__(
             f"rank {at.rank}: DataLoader worker (pid {pid}) {how}. It was worker {worker} of {of}, and had yet to deliver "
             f"batch {at.batch} of epoch {at.epoch}. {self.signal or f'Exit code {exitcode}'}: {_why(exitcode, kernel_says)}. "
@@ -72,7 +70,8 @@ class WorkerDied(RuntimeError):
 
 
 class WorkerTimedOut(RuntimeError):
-    """A worker process of this rank's loader has not sent its batch within `timeout_s`. Its attributes are WorkerDied's."""
+    """A worker process of this rank's loader has sent no batch for `timeout_s`. It has `rank`, `worker`, `pid`, `epoch` and
+    `batch`, as WorkerDied."""
 
     def __init__(self, at: Position, worker: int, of: int, pid: int, timeout_s: float) -> None:
         self.rank, self.epoch, self.batch = at.rank, at.epoch, at.batch
@@ -86,16 +85,16 @@ class WorkerTimedOut(RuntimeError):
 
 
 def preload_torch() -> None:
-    """Have a forkserver that is yet to start import torch once, for all its workers: seconds for each, otherwise.
+    """Let a forkserver that has not started yet import torch once for all its workers, instead of seconds for each.
 
-    Where the program has named modules of its own for that, they stay.
+    If the program has named modules of its own for that, they stay.
     """
     if getattr(forkserver._forkserver, "_preload_modules", None) == ["__main__"]:
         multiprocessing.set_forkserver_preload(["__main__", f"{__package__}.batches"])
 
 
 def leave_with_the_rank(_worker: int) -> None:
-    """Have this worker end as its rank does. torch's own watch begins later: to a rank that was killed before, it is blind."""
+    """Let this worker end when its rank does. torch's own watch begins later and misses a rank that was killed before."""
     threading.Thread(target=_leave_with_the_rank, daemon=True).start()
 
 
@@ -106,7 +105,7 @@ def _leave_with_the_rank() -> None:
 
 
 class WatchedLoader(DataLoader[Any]):
-    """torch's DataLoader, whose iterator tells of its workers by WorkerDied and WorkerTimedOut."""
+    """torch's DataLoader, which raises WorkerDied and WorkerTimedOut for its workers."""
 
     def __init__(self, *args: Any, at: Position, **kwargs: Any) -> None:
         super().__init__(*args, worker_init_fn=leave_with_the_rank, **kwargs)
@@ -122,7 +121,7 @@ class WatchedLoader(DataLoader[Any]):
         return self._watched
 
     def end(self, kindly: bool) -> None:
-        """End the workers; returns when they are gone."""
+        """End the workers and wait until they are gone; see `WatchedIterator.end`."""
         if self._watched is not None:
             self._watched.end(kindly)
 
@@ -143,15 +142,13 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
         super()._reset(loader, first_iter)
 
     def _get_data(self) -> Any:
-        """The next that any worker sends; torch calls this."""
+        """What a worker sends next; torch calls this."""
         until = time.monotonic() + (self._timeout or math.inf)
-        # Of a dataset that is only iterated, a worker leaves when its part is done.
-        needed = [n for n, is_needed in enumerate(self._workers_status) if is_needed]
         while True:
             try:
                 success, data = self._try_get_data(min(TICK_S, self._timeout or TICK_S))
             except Exception as error:
-                if (number := self._dead(needed)) is None:
+                if (number := self._dead()) is None:
                     raise
                 raise self._death(number) from error
             if success:
@@ -159,20 +156,20 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
             if time.monotonic() >= until:
                 raise self._silence()
 
-    def _dead(self, needed: list[int]) -> int | None:
-        """The number of a worker that is gone although it is `needed`; of several, one that did not leave by itself."""
-        if all(self._workers[n].exitcode is None for n in needed):
-            dying = connection.wait([self._workers[n].sentinel for n in needed], DYING_TAKES_S)
+    def _dead(self) -> int | None:
+        """The number of a worker that is gone; of several, one that did not end well."""
+        if all(worker.exitcode is None for worker in self._workers):
+            dying = connection.wait([worker.sentinel for worker in self._workers], DYING_TAKES_S)
             for worker in self._workers:
                 if worker.sentinel in dying:
                     worker.join()
-        gone = [n for n in needed if self._workers[n].exitcode is not None]
+        gone = [n for n, worker in enumerate(self._workers) if worker.exitcode is not None]
         return min(gone, key=lambda n: self._workers[n].exitcode == 0, default=None)
 
     def _death(self, number: int) -> WorkerDied:
         worker = self._workers[number]
         kernel_says = self._memory[number].word()
-        # Of what it was given, the first that has not come; after a pass, nothing was.
+        # The first batch that it was given and has not sent; between two passes there is none.
         given = (i for i, (whose, *sent) in self._task_info.items() if whose == number and not sent)
         at = replace(self._at, batch=self._at.batch + min(given, default=self._rcvd_idx) - self._rcvd_idx)
         return WorkerDied(at, number, len(self._workers), worker.pid, worker.exitcode, kernel_says)
@@ -182,10 +179,8 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
         return WorkerTimedOut(self._at, awaited, len(self._workers), self._workers[awaited].pid, self._timeout)
 
     def end(self, kindly: bool) -> None:
-        """End the workers; returns when they are gone.
-
-        Kindly is torch's way, which waits for locks. After a death it is not to be taken: the dead may have held them.
-        """
+        """End the workers and wait until they are gone. `kindly` is torch's way, which waits for locks; after a death it
+        could wait for ever, as the dead worker may have held one."""
         if kindly and not any(worker.exitcode for worker in self._workers):
             self._shutdown_workers()
             return
@@ -201,16 +196,11 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
             queue.close()
 
 
-def _signal_name(number: int) -> str:
-    """The name of a signal; most real-time signals have none."""
-    return signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
-
-
 def _why(exitcode: int, kernel_says: str) -> str:
     """The likely cause of such an end, without a full stop."""
     if exitcode >= 0:
         return "the dataset, or a library of it, left the process; a traceback may stand on stderr"
-    name = _signal_name(-exitcode)
+    name = signal_name(-exitcode)
     if name == "SIGKILL":
         if kernel_says:
             return f"the kernel killed it for want of memory ({kernel_says}); take fewer workers, or arrays in place of lists"

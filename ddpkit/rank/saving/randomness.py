@@ -10,7 +10,7 @@ import torch
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Where Python's, NumPy's (if the program has imported it) and torch's generators stand, the GPU's of `device` too."""
+    """The states of Python's, NumPy's (if it is imported) and torch's generators, and of the GPU `device`."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -21,7 +21,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Have the generators go on from `states`."""
+    """Set the generators to `states`."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(states["torch"])

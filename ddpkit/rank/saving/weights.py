@@ -1,4 +1,4 @@
-"""`load_weights`: reads a model's weights from a file of whichever layout, with or without DDP's prefix."""
+"""`load_weights`: reads a model's weights from a file in any of the usual layouts, with or without DDP's prefix."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-# Under what name files keep the weights; a file may also hold nothing else.
+# The names under which files keep the weights; a file may also hold nothing but the weights.
 LAYOUTS = ("model_state", "model_state_dict", "state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
 
@@ -20,16 +21,16 @@ class WeightsError(RuntimeError):
 def load_weights(path: str | Path, model: torch.nn.Module, trust: bool = False) -> dict[str, Any]:
     """Load the weights in `path` into `model`, and return what else is in the file (epoch, optimizer state, ...).
 
-    The weights may lie under `model_state`, `model_state_dict`, `state_dict` or `model`, or be the whole file; their names
-    may begin with `module.` (DDP) or `_orig_mod.` (torch.compile). `model` may be wrapped itself, or not. Everything is read
-    to the CPU first, so that ranks do not meet on one GPU. Load before the model is wrapped, or on every rank.
+    The weights may be under `model_state`, `model_state_dict`, `state_dict` or `model`, or be the whole file; their names
+    may begin with `module.` (DDP) or `_orig_mod.` (torch.compile). `model` may be wrapped or not. The file is read to the
+    CPU, so that the ranks do not all load to one GPU. Load before the model is wrapped, or on every rank.
 
     Args:
         path: a file that `torch.save` wrote, or a folder that `Checkpoints` wrote.
         trust: also read a file that holds more than tensors and plain values. Unpickling such a file runs its code.
 
     Raises:
-        WeightsError: the file is not whole, holds no weights, or those of another model; the message says which.
+        WeightsError: the file is not whole, holds no weights, or the weights of another model.
     """
     file = Path(path) / "model.pt" if Path(path).is_dir() else Path(path)
     held = _read(file, trust)
@@ -38,7 +39,7 @@ def load_weights(path: str | Path, model: torch.nn.Module, trust: bool = False) 
     if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise WeightsError(f"load_weights: {file} holds no weights: it has {', '.join(map(str, held)) or 'nothing'}.")
     bare = _bare(model)
-    weights = without_prefixes(weights, set(bare.state_dict()))
+    weights = _without_prefixes(weights, set(bare.state_dict()))
     try:
         bare.load_state_dict(weights)
     except RuntimeError as error:
@@ -46,8 +47,8 @@ def load_weights(path: str | Path, model: torch.nn.Module, trust: bool = False) 
     return {name: value for name, value in held.items() if name != key} if key else {}
 
 
-def without_prefixes(weights: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
-    """`weights` with the prefixes taken off that every name bears, as long as they are not names that the model has itself."""
+def _without_prefixes(weights: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
+    """`weights` without the prefixes that all names have, unless the model's own names have them."""
     while weights and not wanted & set(weights):
         prefix = next((p for p in PREFIXES if all(name.startswith(p) for name in weights)), None)
         if prefix is None:
@@ -58,8 +59,6 @@ def without_prefixes(weights: dict[str, Any], wanted: set[str]) -> dict[str, Any
 
 def _bare(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside DDP's and torch.compile's wrappers."""
-    from torch.nn.parallel import DistributedDataParallel
-
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module

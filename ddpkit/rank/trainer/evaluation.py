@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ddpkit.rank.joining.process_group import Here
 from ddpkit.rank.loading.loader import safe_loader
-
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
 
 
 def evaluate(
@@ -20,16 +19,15 @@ def evaluate(
 ) -> float:
     """Mean loss per sample of `dataset` over all ranks, the same on each; `loss_of` gives the mean loss of a batch.
 
-    A sampler that pads would count some samples twice. Here the ranks' parts may differ by one sample, and a rank that has
-    no batch left computes one that counts nothing: a sharded model, and DDP's buffers, need every rank in every forward.
+    A sampler that pads would count some samples twice. Here a rank may have one sample more than another. A rank without
+    a batch computes one that does not count: a sharded model, and DDP's buffers, need every rank in every forward.
     """
-    loader = safe_loader(dataset, batch_size, here=here, shuffle=False, even=False, num_workers=0)
+    batches = iter(safe_loader(dataset, batch_size, here=here, even=False, num_workers=0))
     rounds = math.ceil(math.ceil(len(dataset) / here.world_size) / batch_size)
-    batches = iter(loader)
-    sums = torch.zeros(2, dtype=torch.float64, device=here.device)
+    total, count = torch.zeros((), dtype=torch.float64, device=here.device), 0
+    spare: Any = None
     model.eval()
     with torch.no_grad():
-        spare: Any = None
         for _ in range(rounds):
             batch = next(batches, None)
             spare = spare if batch is None else batch
@@ -37,29 +35,20 @@ def evaluate(
                 spare = torch.utils.data.default_collate([dataset[0]])
             loss = loss_of(spare)
             if batch is not None:
-                sums += torch.stack(
-                    [loss.double() * samples(batch), torch.tensor(float(samples(batch)), device=here.device)]
-                )
+                total += loss.double() * samples(batch)
+                count += samples(batch)
     model.train()
+    sums = torch.stack([total, torch.full_like(total, count)])
     if dist.is_initialized():
         dist.all_reduce(sums)
     return float(sums[0] / sums[1])
 
 
-def moved(nest: Any, device: torch.device) -> Any:
-    """`nest` (tensors in tuples, lists and dicts) with its tensors on `device`; pinned memory is copied without waiting."""
-    if isinstance(nest, torch.Tensor):
-        return nest.to(device, non_blocking=True)
-    if isinstance(nest, dict):
-        return {key: moved(value, device) for key, value in nest.items()}
-    if isinstance(nest, list | tuple):
-        return type(nest)(moved(value, device) for value in nest)
-    return nest
+def moved(batch: Any, device: torch.device) -> Any:
+    """`batch` with all its tensors on `device`; pinned memory is copied without waiting."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def samples(batch: Any) -> int:
     """How many samples a batch holds: the length of its first tensor."""
-    first = batch
-    while not isinstance(first, torch.Tensor):
-        first = next(iter(first.values() if isinstance(first, dict) else first))
-    return len(first)
+    return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))

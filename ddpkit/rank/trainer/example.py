@@ -1,30 +1,25 @@
-"""The training that `ddpkit train` runs when nobody brings a model: a small transformer, and text for it that needs no download.
-
-`loop.py` takes any module, dataset and loss in their place.
-"""
+"""What `ddpkit train` trains by default: a small transformer, on synthetic text that needs no download."""
 
 from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset
 
-if TYPE_CHECKING:
-    from ddpkit.settings.training import TrainConfig
+from ddpkit.settings.training import TrainConfig
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 
 
 class SmallTransformer(nn.Module):
-    """A causal language model: it says for each token which one comes next, and sees only those before it.
+    """A causal language model: it predicts each token from those before it.
 
-    Of `config` it takes vocab_size, hidden_size, num_layers, num_heads, dropout, and seq_len as the longest text. Every
-    parameter takes part in every step. `blocks` holds the layers, which FSDP gathers one by one.
+    It uses vocab_size, hidden_size, num_layers, num_heads, dropout, and seq_len as the longest text, of `config`. Every
+    parameter takes part in every step. FSDP gathers `blocks` one by one.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -33,7 +28,12 @@ class SmallTransformer(nn.Module):
         self.longest = config.seq_len
         self.tokens = nn.Embedding(config.vocab_size, width)
         self.positions = nn.Embedding(config.seq_len, width)
-        self.blocks = nn.ModuleList(Block(width, config.num_heads, config.dropout) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, config.num_heads, 4 * width, config.dropout, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(config.num_layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, config.vocab_size, bias=False)
 
@@ -50,49 +50,23 @@ class SmallTransformer(nn.Module):
                 "raise data.seq_len, or cut the text."
             )
         x = self.tokens(tokens) + self.positions.weight[:length]
+        hidden = nn.Transformer.generate_square_subsequent_mask(length, device=x.device, dtype=x.dtype)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_mask=hidden, is_causal=True)
         return self.head(self.norm(x))
 
 
-class Block(nn.Module):
-    """One layer: each token looks at those before it, then thinks for itself. Both add to what was there."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.queries_keys_values = nn.Linear(width, 3 * width)
-        self.joined = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, length, width) to the same."""
-        x = x + self._attention(self.before_attention(x))
-        return x + self.mlp(self.before_mlp(x))
-
-    def _attention(self, x: torch.Tensor) -> torch.Tensor:
-        split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
-        queries, keys, values = split.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width of a head)
-        dropout = self.dropout if self.training else 0.0
-        seen = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
-        return F.dropout(self.joined(seen.transpose(1, 2).flatten(2)), dropout)
-
-
 class SyntheticTokens(Dataset[Sample]):
-    """Texts in an invented language, where each token has one successor: token * a + b, modulo the vocabulary.
+    """Texts where each token has one successor: token * a + b, modulo the vocabulary.
 
-    Sample `index` is a pure function of `seed` and `index`: the same in every process, worker and order. It is (inputs,
-    targets), both (seq_len,) int64; targets are the inputs one token on. What can be learned is `a` and `b`, so that
-    the loss falls from log(vocab_size) towards 0.
+    A sample is (inputs, targets), both (seq_len,) int64; targets are the inputs one token on. It depends on `seed` and its
+    index alone. A model can learn `a` and `b`: the loss falls from log(vocab_size) towards 0.
     """
 
     def __init__(self, size: int, seq_len: int, vocab_size: int, seed: int = 0) -> None:
         self.size, self.seq_len, self.vocab_size, self.seed = size, seq_len, vocab_size, seed
         rule = random.Random(seed)
-        # Coprime to the vocabulary: then no two tokens have the same successor.
+        # Coprime to the vocabulary, so no two tokens have the same successor.
         self.a = next(a for a in iter(lambda: rule.randrange(1, vocab_size), None) if math.gcd(a, vocab_size) == 1)
         self.b = rule.randrange(vocab_size)
 
@@ -110,13 +84,13 @@ class SyntheticTokens(Dataset[Sample]):
 
 
 def datasets(config: TrainConfig) -> tuple[Subset[Sample], Subset[Sample] | None]:
-    """The texts to train on, and those held out for evaluation; None where `config` holds none out."""
+    """The texts to train on, and those held out for evaluation (None if `config` holds none out)."""
     texts = SyntheticTokens(config.dataset_size, config.seq_len, config.vocab_size, config.seed)
     held_out = Subset(texts, range(config.train_size, config.dataset_size)) if config.eval_size else None
     return Subset(texts, range(config.train_size)), held_out
 
 
 def language_model_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """How surprised the model was, on average over all tokens: logits (batch, length, vocab_size), targets (batch, length)."""
-    # In fp32 whatever autocast made of the logits: a sum over a large vocabulary loses too much in 16 bits.
+    """Mean cross-entropy over all tokens: logits (batch, length, vocab_size), targets (batch, length)."""
+    # In fp32 even under autocast: a sum over a large vocabulary loses too much in 16 bits.
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

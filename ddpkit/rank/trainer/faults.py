@@ -1,6 +1,6 @@
-"""Faults put into a training on purpose, to see that it survives them: `--fault kill:1:7` kills rank 1 in step 7.
+"""Faults for testing that a training survives them: `--fault kill:1:7` kills rank 1 in step 7.
 
-Each strikes once, in the first attempt of the job: what starts again after it must come out as if nothing had been.
+A fault happens once, in the first attempt of the job.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 
 from ddpkit.rank.loading.loader import safe_loader
 
-if TYPE_CHECKING:
-    from .loop import Trainer
+from .loop import Trainer
 
 KINDS = {
     "kill": "the rank is killed (SIGKILL)",
@@ -42,10 +41,10 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """`kind:rank:step`.
+        """From `kind:rank:step`.
 
         Raises:
-            ValueError: it is not that.
+            ValueError: `text` does not have that form.
         """
         kind, _, rest = text.partition(":")
         rank, _, step = rest.partition(":")
@@ -55,17 +54,12 @@ class Fault:
 
 
 def inject(fault: Fault, trainer: Trainer) -> None:
-    """Have `fault` strike in `trainer`, if this is the first attempt of the job."""
+    """Prepare `fault` in `trainer`, if this is the first attempt of the job."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
     if fault.kind == "uneven":
-        trainer.loader = safe_loader(
-            trainer.dataset,
-            trainer.config.batch_size,
-            here=trainer.here,
-            sampler=_uneven(trainer, fault),
-            num_workers=0,
-        )
+        indices, size = _uneven(trainer, fault), trainer.config.batch_size
+        trainer.loader = safe_loader(trainer.dataset, size, here=trainer.here, sampler=indices, num_workers=0)
     elif fault.rank == trainer.here.rank:
         struck = False
 
@@ -81,18 +75,19 @@ def inject(fault: Fault, trainer: Trainer) -> None:
 
 
 def _strike(kind: str, trainer: Trainer, output: Any) -> Any:
-    """Do it, in the middle of a forward; what the forward gives from then on."""
+    """Cause the fault in the middle of a forward; returns the output of that forward."""
     if kind == "nan":
         return output * float("nan")
     if kind == "oom":
-        # More than any address space holds: refused at once, by the allocator itself.
+        # More than any address space: the allocator itself refuses at once.
         torch.empty(2**55, dtype=torch.uint8, device=trainer.here.device)
     elif kind == "slow":
         time.sleep(SLOWER_S)
     elif kind == "hang":
         time.sleep(FOR_EVER_S)
     elif kind == "worker":
-        _a_worker().kill()
+        # The youngest child is a worker of this rank's loader.
+        max(psutil.Process().children(), key=lambda child: child.create_time()).kill()
     elif kind == "torn":
         newest = max(trainer.saves.folder.glob("step_????????"))
         os.truncate(newest / "model.pt", (newest / "model.pt").stat().st_size // 2)
@@ -101,13 +96,8 @@ def _strike(kind: str, trainer: Trainer, output: Any) -> Any:
     return output
 
 
-def _a_worker() -> psutil.Process:
-    """A worker of this rank's loader: its youngest child."""
-    return max(psutil.Process().children(), key=lambda child: child.create_time())
-
-
 def _uneven(trainer: Trainer, fault: Fault) -> Any:
-    """The indices of this rank, one batch less on the rank that the fault is for."""
+    """The indices of this rank, one batch fewer on the rank of the fault."""
     here, size = trainer.here, trainer.config.batch_size
     indices = list(range(here.rank, len(trainer.dataset), here.world_size))
     return indices[:-size] if here.rank == fault.rank else indices

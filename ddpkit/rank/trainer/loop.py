@@ -1,9 +1,6 @@
-"""`Trainer`: a training loop under DDP or FSDP2 that says what goes wrong, skips what it safely can, and goes on after a restart.
+"""`Trainer`: a training loop under DDP or FSDP2 that says what goes wrong, and continues after a restart.
 
-A step adds nothing to DDP's own collectives and waits for the device nowhere. The parts are files beside this one:
-`parallel.py` spreads the model, `optimization.py` turns gradients into parameters, `progress.py` exchanges figures now and
-then, `recovery.py` bounds what may be left out, `saves.py` saves and goes on. Batches come from `loading/`, and `guarding/`
-asks what must hold.
+A step has DDP's own collectives and no others, and never waits for the device. The files beside this one are its parts.
 """
 
 from __future__ import annotations
@@ -15,16 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ddpkit.rank.guarding import guard
 from ddpkit.rank.guarding.deadline import Deadline
+from ddpkit.rank.joining.process_group import Here
 from ddpkit.rank.loading.loader import SafeLoader, safe_loader
 from ddpkit.rank.loading.plan import default_workers
 from ddpkit.rank.memory.monitor import MemoryMonitor
 from ddpkit.rank.saving.randomness import seed_everything
+from ddpkit.settings.training import TrainConfig
 
 from . import example
 from .evaluation import evaluate, moved, samples
@@ -35,16 +34,12 @@ from .progress import Progress
 from .recovery import Recovery
 from .saves import Saves
 
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
-    from ddpkit.settings.training import TrainConfig
-
 logger = logging.getLogger("ddpkit.rank")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training ended. `loss` is the mean over all ranks since the last exchange, `evaluation` over the evaluation data."""
+    """How a training ended. `loss`: mean over all ranks in the last interval; `evaluation`: over the evaluation data."""
 
     steps: int
     epochs: int
@@ -62,13 +57,13 @@ class Trainer:
     (inputs, targets), and the loss is `loss(model(inputs), targets)`; for anything else override `compute_loss`.
 
     Args:
-        config: all options; see `ddpkit.rank.TrainConfig`.
+        config: all options.
         here: what `setup()` gave.
-        model: any module, made alike on every rank (DDP sends rank 0's first weights, FSDP2 does not).
+        model: any module, the same on every rank (DDP sends rank 0's first weights, FSDP2 does not).
         loss: from outputs and targets to the mean loss of a batch, a scalar tensor.
-        dataset: map-style; each rank gets its own part of it.
-        evaluation: map-style; evaluated at the end of each epoch, every sample once.
-        optimizer: of the model's parameters; by default AdamW. One that is not fused costs a wait for the device per step.
+        dataset: map-style; each rank trains on its own part.
+        evaluation: map-style; every sample is evaluated once, after each epoch.
+        optimizer: makes one from the parameters; by default AdamW. If it is not fused, each step waits for the device.
     """
 
     def __init__(
@@ -93,49 +88,45 @@ class Trainer:
         self.optimization = Optimization(
             config, self.spread, here.device, optimizer(self.spread.bare.parameters()) if optimizer else None
         )
-        self.saves = Saves(self)
+        self.saves = Saves(config, here, self.spread, self.optimization)
         self.step, self.epoch = 0, 0
         self._resumed_from: int | None = None
         self.mean_loss = float("nan")
         self.score: float | None = None
         self._parameters = [(name, p) for name, p in self.spread.bare.named_parameters() if p.requires_grad]
         self.recovery = Recovery(config, here, self.optimization)
-        # From here on each rank draws its own dropout.
+        # From here on each rank has its own dropout.
         seed_everything(config.seed + 1 + here.rank)
-
-    # The loop.
 
     def train(
         self, num_steps: int | None = None, warmup_steps: int | None = None, profile: bool | None = None
     ) -> Outcome:
-        """Train to the end that `config` sets, or for `num_steps` optimizer steps in all; every rank calls this.
+        """Train to the end that `config` sets, or to optimizer step `num_steps`; every rank calls this.
+
+        `warmup_steps` and `profile` replace those of `config`.
 
         Raises:
-            TooManyErrors, StepsDiffer, UnevenData, ReplicasDiffer, CheckpointError: on every rank alike.
+            TooManyErrors, UnevenData, ReplicasDiffer, CheckpointError: on every rank.
             WorkerDied, or what the model raises: on the rank where it happens; the job then ends at once.
         """
         if warmup_steps is not None:
             self.optimization.warm_up(warmup_steps)
-        self._end = num_steps or self.config.max_steps or self._steps_of_all_epochs()
+        steps_per_epoch = math.ceil(len(self.loader) / self.config.gradient_accumulation_steps)
+        self._end = num_steps or self.config.max_steps or self.config.num_epochs * steps_per_epoch
         self._ended_by = ""
         if self._resumed_from is None:
-            self._resumed_from = self.saves.resume()
+            self._resumed_from = self._resume()
         with ExitStack() as around:
-            self.memory = around.enter_context(self._monitor())
+            limit_mib, every = 1024 * self.config.max_memory_gb, self.config.memory_check_interval
+            self.memory = around.enter_context(MemoryMonitor(limit_mib, every, device=self.here.device))
             self.deadline = around.enter_context(Deadline(self.config.step_deadline_s or None, self.here))
-            self.profile = around.enter_context(
-                Profile(
-                    self.spread.model,
-                    self.config.profile if profile is None else profile,
-                    self.config.log_dir,
-                    self.here,
-                )
-            )
+            enabled = self.config.profile if profile is None else profile
+            self.profile = around.enter_context(Profile(self.spread.model, enabled, self.config.log_dir, self.here))
             self.progress = Progress(self.here, self._end, self.step, self.loader.num_workers)
             around.callback(self.progress.close)
             while not self._is_done():
                 self._train_epoch()
-            self.saves.save()
+            self._save()
         return Outcome(
             self.step,
             self.epoch,
@@ -147,7 +138,7 @@ class Trainer:
         )
 
     def _train_epoch(self) -> None:
-        """From where the data stand to the end of their epoch, or of the training."""
+        """Train on the rest of the data's epoch, or to the end of the training."""
         self.recovery.begin_epoch()
         for window, data_s in self._windows():
             self._train_step(window, data_s)
@@ -157,13 +148,13 @@ class Trainer:
             if self._is_done():
                 break
             if self.config.checkpoint_interval and self.step % self.config.checkpoint_interval == 0:
-                self.saves.save()
-        # An epoch is done when the loader has begun the next, or, where the last step was its last, is about to.
-        if self.loader.state_dict()["batch"] in (0, self._batches_per_epoch()):
+                self._save()
+        # Batch 0: the loader has come to the next epoch.
+        if self.loader.state_dict()["batch"] in (0, len(self.loader)):
             self._finish_epoch()
 
     def _windows(self) -> Iterator[tuple[list[Any], float]]:
-        """The micro-batches of one step after the other, and the seconds it took to get them; the last window may be short."""
+        """The micro-batches of each step, and the seconds it took to load them; the last window may be shorter."""
         batches = iter(self.loader)
         while True:
             self.deadline.at("data", self.step)
@@ -178,7 +169,7 @@ class Trainer:
             yield window, time.perf_counter() - since
 
     def _train_step(self, window: list[Any], data_s: float) -> None:
-        """One optimizer step on all micro-batches of `window`; only the last one's backward meets the other ranks."""
+        """One optimizer step on the micro-batches of `window`; only the last backward communicates."""
         sizes = [samples(batch) for batch in window]
         total = torch.zeros((), device=self.here.device)
         forward_s = 0.0
@@ -205,26 +196,17 @@ class Trainer:
         return self.loss(self.spread.model(inputs), targets)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """The loss of `batch`, in the precision that was asked for."""
-        try:
-            with self.optimization.autocast():
-                return self.compute_loss(moved(batch, self.here.device))
-        except RuntimeError as error:
-            self.recovery.explain(error, self.step)
-            raise
+        """The loss of `batch`, in the precision of `config`."""
+        with self.recovery.explained(self.step), self.optimization.autocast():
+            return self.compute_loss(moved(batch, self.here.device))
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of `loss` to those that there are."""
-        try:
+        """Add the gradients of `loss` to the parameters' gradients."""
+        with self.recovery.explained(self.step):
             self.optimization.backward(loss)
-        except RuntimeError as error:
-            self.recovery.explain(error, self.step)
-            raise
-
-    # Between steps.
 
     def _exchange(self) -> None:
-        """Bring the ranks' figures together, and decide by them what all decide alike."""
+        """Exchange the ranks' figures; all ranks decide the same from them."""
         interval = self.progress.exchange(self.loader.num_workers)
         if not interval.steps:
             return
@@ -247,18 +229,35 @@ class Trainer:
         self.epoch += 1
         self.loader.epoch = self.epoch
         if self.epoch % self.config.save_interval == 0:
-            self.saves.save()
+            self._save()
+
+    def _save(self) -> None:
+        told = {"epoch": self.epoch, "loss": self.mean_loss, "score": self.score}
+        self.saves.save(self.step, told, {"loader": self.loader.state_dict()})
+
+    def _resume(self) -> int:
+        """Go on from the newest whole checkpoint, if there is one; returns the steps that are done."""
+        found = self.saves.newest()
+        if found is None:
+            return 0
+        # DDP lays out its buckets anew after the first backward, and with more than two ranks their order decides in which
+        # order gradients are added, down to the last bit. So one backward comes before the state is loaded.
+        self.backward(self.forward(next(iter(self.loader))))
+        self.optimization.optimizer.zero_grad(set_to_none=True)
+        told, own = self.saves.load(found)
+        self.loader.load_state_dict(own["loader"])
+        self.step, self.epoch = found.step, told["epoch"]
+        self.mean_loss, self.score = told["loss"], told["score"]
+        return found.step
 
     def _is_done(self) -> bool:
         if self.step >= self._end:
             self._ended_by = self._ended_by or f"{self._end} steps"
         return bool(self._ended_by)
 
-    # What a training is made of.
-
     def _loader(self) -> SafeLoader:
         config = self.config
-        # At most this rank's share of the cores: the default, and the one that the default leaves to the rank itself.
+        # No more than this rank's share of the cores: the default, and the core that the default leaves to the rank.
         share = 1 + default_workers(self.here.local_world_size)
         return safe_loader(
             self.dataset,
@@ -270,22 +269,3 @@ class Trainer:
             retries=config.loader_retries,
             pin_memory=None if config.pin_memory else False,
         )
-
-    def _monitor(self) -> MemoryMonitor:
-        limit_mib = 1024 * self.config.max_memory_gb
-        return MemoryMonitor(limit_mib=limit_mib, every=self.config.memory_check_interval, device=self.here.device)
-
-    def _batches_per_epoch(self) -> int | None:
-        """None where the dataset does not say how long it is."""
-        try:
-            return len(self.loader)
-        except TypeError:
-            return None
-
-    def _steps_of_all_epochs(self) -> int:
-        batches = self._batches_per_epoch()
-        if batches is None:
-            raise ValueError(
-                "Trainer: the dataset has no length, so epochs cannot be counted in steps; give max_steps."
-            )
-        return self.config.num_epochs * math.ceil(batches / self.config.gradient_accumulation_steps)

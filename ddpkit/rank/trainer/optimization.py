@@ -1,54 +1,48 @@
-"""From gradients to parameters: AdamW, warm-up, clipping, mixed precision, and a step that is skipped where it would spoil all.
+"""The optimizer step: AdamW, warm-up, clipping, mixed precision. A step whose gradients are not finite is skipped.
 
-After backward every rank holds the same averaged gradients, so every rank finds by itself what the others find: whether
-the norm is finite takes no collective. And the optimizer's own kernel skips the step, so nobody waits for the answer.
+After backward every rank holds the same averaged gradients, so all ranks find the same norm without a collective. The
+optimizer's own kernel skips the step, so the host does not wait for the answer.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ddpkit.settings.training import TrainConfig
+from ddpkit.settings.training import TrainConfig
 
-    from .parallel import Replicated, Sharded
+from .parallel import Replicated, Sharded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Optimization:
-    """The optimizer with what goes around it. `skipped` counts, on the device, the steps that were not applied."""
+    """The optimizer with its schedule and scaler. `skipped` counts, on the device, the steps that were not applied."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        spread: Replicated | Sharded,
-        device: torch.device,
-        optimizer: Any = None,
-        warmup: int = -1,
+        self, config: TrainConfig, spread: Replicated | Sharded, device: torch.device, optimizer: Any = None
     ) -> None:
         self._spread, self._config = spread, config
         self.optimizer: torch.optim.Optimizer = optimizer or _adamw(spread.bare, config)
-        self._precision = precision(config, device)
+        self._precision = _precision(config, device)
         self._device = device
-        # One scale for all ranks: it changes by what the averaged gradients show, which is the same everywhere.
+        # The same scale on all ranks: it follows the averaged gradients.
         self.scaler = torch.amp.GradScaler(device.type) if self._precision == "fp16" else None
         self.warm_up(config.warmup_steps)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._skips_by_itself = getattr(self.optimizer, "_step_supports_amp_scaling", False)
 
     def warm_up(self, steps: int) -> None:
-        """Let the learning rate grow linearly over the first `steps` steps, where the schedule asks for that."""
+        """Let the learning rate grow linearly over the first `steps` steps, if the configuration says so."""
         linear = self._config.scheduler == "linear_warmup" and steps > 0
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / steps) if linear else 1.0
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What the forward pass runs in."""
+        """The precision of the forward pass."""
         dtype = DTYPES.get(self._precision)
         return torch.autocast(self._device.type, dtype=dtype, enabled=dtype is not None)
 
@@ -56,7 +50,7 @@ class Optimization:
         (self.scaler.scale(loss) if self.scaler else loss).backward()
 
     def apply(self) -> None:
-        """One optimizer step on the gradients that are there, or none at all where they are not finite."""
+        """One optimizer step; none if the gradients are not finite."""
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         spoilt = ~torch.isfinite(self._spread.clip(self._config.max_grad_norm or float("inf")))
@@ -73,7 +67,7 @@ class Optimization:
         self.schedule.step()
 
     def state(self) -> dict[str, Any]:
-        """What has to be saved beside the optimizer's own state."""
+        """What a checkpoint needs besides the optimizer's own state."""
         return {
             "schedule_state": self.schedule.state_dict(),
             "scaler_state": self.scaler.state_dict() if self.scaler else None,
@@ -87,8 +81,8 @@ class Optimization:
         self.skipped.fill_(state["skipped"])
 
 
-def precision(config: TrainConfig, device: torch.device) -> str:
-    """ "fp32", "bf16" or "fp16": what `config` asks for; "auto" is bf16 or fp16 on a GPU and fp32 on the CPU."""
+def _precision(config: TrainConfig, device: torch.device) -> str:
+    """ "fp32", "bf16" or "fp16", as `config` asks; "auto" is bf16 or fp16 on a GPU and fp32 on the CPU."""
     if not config.use_amp:
         return "fp32"
     if config.precision != "auto":
@@ -99,10 +93,6 @@ def precision(config: TrainConfig, device: torch.device) -> str:
 
 
 def _adamw(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW in its fused form, which can skip a step without being waited for."""
-    return torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    """AdamW in its fused form, which can skip a step without a wait."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)

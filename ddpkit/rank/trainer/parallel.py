@@ -1,28 +1,43 @@
-"""How a model is spread over the ranks: DDP's replicas or FSDP2's shards behind the same few verbs, for `loop.py`."""
+"""Spreads a model over the ranks, as DDP's replicas or FSDP2's shards with the same methods, for `loop.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
-    from ddpkit.settings.training import TrainConfig
+from ddpkit.rank.joining.process_group import Here
+from ddpkit.settings.training import TrainConfig
 
 
-class Replicated:
+class _Spread:
+    """What both have: `model` is what a step calls, `bare` is the user's module."""
+
+    bare: torch.nn.Module
+    model: torch.nn.Module
+
+    def share_buffers(self) -> None:
+        """Give every rank the buffers of rank 0: without DDP's forward, each rank has its own batch statistics."""
+        for buffer in self.bare.buffers() if dist.is_initialized() else ():
+            dist.broadcast(buffer, src=0)
+
+    def clip(self, most: float) -> torch.Tensor:
+        """Scale the gradients to a norm of at most `most`; returns the norm before, on the device."""
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.bare.parameters(), most)
+        # The norm of shards takes one collective.
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class Replicated(_Spread):
     """DDP: every rank holds the whole model, and gradients are averaged during backward. In one process, the model itself."""
 
     sharded = False
 
     def __init__(self, model: torch.nn.Module, config: TrainConfig, here: Here) -> None:
-        self.bare = model.to(here.device)
-        self.model: torch.nn.Module = self.bare
+        self.bare = self.model = model.to(here.device)
         if here.world_size > 1:
             self.model = DistributedDataParallel(
                 self.bare,
@@ -33,25 +48,13 @@ class Replicated:
                 find_unused_parameters=config.find_unused_parameters,
             )
 
-    @contextmanager
-    def synchronised(self, now: bool) -> Iterator[None]:
-        """Forward and backward inside average the gradients with the other ranks if `now`, and only add them up otherwise."""
+    def synchronised(self, now: bool) -> AbstractContextManager[None]:
+        """Inside, forward and backward average the gradients with the other ranks if `now`; otherwise they only add up."""
         wait = not now and isinstance(self.model, DistributedDataParallel)
-        with self.model.no_sync() if wait else nullcontext():
-            yield
-
-    def share_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, as DDP does before each forward: batch statistics are each rank's own."""
-        if isinstance(self.model, DistributedDataParallel):
-            for buffer in self.bare.buffers():
-                dist.broadcast(buffer, src=0)
-
-    def clip(self, most: float) -> torch.Tensor:
-        """Scale the gradients to a norm of at most `most`; the norm they had, as a tensor that nobody has waited for."""
-        return torch.nn.utils.clip_grad_norm_(self.bare.parameters(), most)
+        return self.model.no_sync() if wait else nullcontext()
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What all ranks have alike, without DDP's prefix."""
+        """Model and optimizer, without DDP's prefix."""
         return {"model_state": self.bare.state_dict(), "optimizer_state": optimizer.state_dict()}
 
     def load(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
@@ -59,11 +62,11 @@ class Replicated:
         optimizer.load_state_dict(state["optimizer_state"])
 
 
-class Sharded:
+class Sharded(_Spread):
     """FSDP2: each rank holds a part of every parameter, gradient and optimizer state. Needs torch 2.6.
 
-    Each of `model.blocks` (or of its children) is gathered by itself. FSDP2 does not bring the first weights into line: the
-    trainer seeds alike on all ranks before the model is made.
+    Each of `model.blocks` (or of its children) is gathered alone. FSDP2 does not equal the first weights: the trainer
+    seeds all ranks alike before the model is made.
     """
 
     sharded = True
@@ -79,22 +82,13 @@ class Sharded:
                 fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
-    @contextmanager
-    def synchronised(self, now: bool) -> Iterator[None]:
-        """As DDP's: until `now`, each rank adds up whole gradients."""
+    def synchronised(self, now: bool) -> AbstractContextManager[None]:
+        """As DDP's; until `now`, each rank adds up whole gradients."""
         self.model.set_requires_gradient_sync(now)
-        yield
-
-    def share_buffers(self) -> None:
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)
-
-    def clip(self, most: float) -> torch.Tensor:
-        """As DDP's; the norm of the parts of all ranks takes one collective."""
-        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return nullcontext()
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Model and optimizer, as `torch.distributed.checkpoint` takes them."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model_state, optimizer_state = get_state_dict(self.model, optimizer)

@@ -1,22 +1,19 @@
-"""A look into a few steps of a training: torch's profiler writes a trace, `comm/profiler.py` measures what the ranks exchange."""
+"""Profiles a few steps of a training: a trace by torch's profiler, and what `CommProfiler` measures."""
 
 from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ddpkit.rank.comm.profiler import CommProfiler
+from ddpkit.rank.joining.process_group import Here
 from ddpkit.rank.reports import report
 
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
-
-# Steps that are let pass before (DDP orders its buckets in the first), and steps that are looked at.
-BEFORE, LOOKED_AT = 3, 5
+# Steps before (DDP lays out its buckets in the first), and steps that are profiled.
+BEFORE, PROFILED = 3, 5
 
 logger = logging.getLogger("ddpkit.rank")
 
@@ -24,7 +21,7 @@ logger = logging.getLogger("ddpkit.rank")
 class Profile:
     """Context manager over a training; `step()` after each step. Does nothing unless `enabled`.
 
-    Afterwards `trace_rank_<r>.json` in `folder` opens in Perfetto, and `stats` holds what `CommProfiler` found.
+    It writes `trace_rank_<r>.json` into `folder`, which opens in Perfetto, and reports `CommProfiler.stats()`.
     """
 
     def __init__(self, model: torch.nn.Module, enabled: bool, folder: str | Path, here: Here) -> None:
@@ -32,35 +29,31 @@ class Profile:
         self._around = ExitStack()
         self._steps = 0
         self._comm: CommProfiler | None = None
-        self.stats: dict[str, Any] = {}
 
     def __enter__(self) -> Profile:
         return self
 
     def step(self) -> None:
-        """A step is done."""
         if not self._enabled:
             return
         self._steps += 1
         if self._steps == BEFORE:
             self._begin()
-        elif self._steps == BEFORE + LOOKED_AT:
+        elif self._steps == BEFORE + PROFILED:
             self._finish()
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if BEFORE <= self._steps < BEFORE + LOOKED_AT:
+        if BEFORE <= self._steps < BEFORE + PROFILED:
             if kind is None:
                 self._finish()
             else:
-                # The other ranks may be gone, and bringing the figures together would wait for them.
+                # The other ranks may be gone, and `stats()` would wait for them.
                 self._around.close()
 
     def _begin(self) -> None:
         if isinstance(self._model, torch.nn.parallel.DistributedDataParallel):
             self._comm = self._around.enter_context(CommProfiler(self._model))
-        on_gpu = [torch.profiler.ProfilerActivity.CUDA] if self._here.device.type == "cuda" else []
-        self._trace = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, *on_gpu])
-        self._around.enter_context(self._trace)
+        self._trace = self._around.enter_context(torch.profiler.profile())
 
     def _finish(self) -> None:
         self._around.close()
@@ -69,6 +62,5 @@ class Profile:
         self._trace.export_chrome_trace(str(path))
         logger.info("a trace of %d steps lies in %s", self._steps - BEFORE, path)
         if self._comm is not None:
-            self.stats = self._comm.stats()
-            report(comm=self.stats)
+            report(comm=self._comm.stats())
             logger.info("%s", self._comm.table())

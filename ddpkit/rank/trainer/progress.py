@@ -1,25 +1,25 @@
-"""How a training goes: figures added up on the device at each step, and exchanged with the other ranks now and then.
+"""The progress of a training: figures summed on the device in each step, and exchanged by the ranks now and then.
 
-A step costs no collective and no wait for the device. Every `log_interval` steps one all-gather brings the ranks' figures
-together: the mean loss, whose loss was not finite, who is slow.
+A step costs no collective and no wait for the device. Every `log_interval` steps one all-gather exchanges the figures: the
+mean loss, whose loss was not finite, which rank is slow.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
-from ddpkit.rank.guarding.guard import gathered, ranks_in_words
+from ddpkit.rank.guarding.guard import gathered
+from ddpkit.rank.joining.process_group import Here
+from ddpkit.rank.joining.words import in_words
 
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
-
-# A rank is called slow when its own work takes so many times the middle rank's, and the difference is so much of a step.
+# A slow rank takes this many times as long as the middle rank, and the difference is this share of a step.
 SLOW_RATIO, SLOW_SHARE = 1.5, 1 / 3
 
 logger = logging.getLogger("ddpkit.rank")
@@ -38,20 +38,19 @@ class Interval:
 
 
 class Progress:
-    """Follows the steps of this rank. The bar is rank 0's; it goes to standard output, which the live view follows too."""
+    """Follows the steps of this rank. Rank 0 shows a bar on standard output, which the live view follows too."""
 
     def __init__(self, here: Here, total_steps: int, done: int, workers: int) -> None:
         self._here = here
-        self._bar = _bar(total_steps, done) if here.rank == 0 else None
-        if self._bar is not None:
-            logger.addFilter(self._make_room)
+        shown = {"total": total_steps, "initial": done, "unit": "step", "dynamic_ncols": True, "mininterval": 0.5}
+        self._bar = tqdm(file=sys.stdout, disable=here.rank != 0, **shown)
+        logger.addFilter(self._make_room)
         self._workers = dict.fromkeys(range(here.world_size), workers)
         self._begin()
 
     def _make_room(self, record: logging.LogRecord) -> bool:
-        """Take the bar away before a line of the log, which would stand behind it."""
-        if self._bar is not None:
-            self._bar.clear()
+        """Clear the bar before a line of the log."""
+        self._bar.clear()
         return True
 
     def _begin(self) -> None:
@@ -62,20 +61,19 @@ class Progress:
         self._since = time.perf_counter()
 
     def step(self, loss: torch.Tensor, data_s: float, forward_s: float) -> None:
-        """A step is done: its mean loss on this rank (on the device), and the seconds this rank took for data and forward."""
+        """Note a step: its mean loss on this rank, on the device, and the seconds for data and forward."""
         finite = torch.isfinite(loss)
         self._loss += torch.where(finite, loss, 0.0)
         self._bad += ~finite
         self._data_s.append(data_s)
         self._forward_s.append(forward_s)
-        if self._bar is not None:
-            self._bar.update(1)
+        self._bar.update(1)
 
     def exchange(self, workers: int) -> Interval:
-        """The figures of all ranks since the last exchange; one all-gather of six numbers. `workers`: of this rank's loader."""
+        """The figures of all ranks since the last exchange, by one all-gather. `workers`: of this rank's loader."""
         seconds = time.perf_counter() - self._since
         steps = len(self._data_s)
-        # The middle step's: a rank that is slow once, because the machine was busy, holds up nobody for long.
+        # Medians: a rank that was slow once, because the machine was busy, holds up nobody for long.
         data_ms, forward_ms = (1000 * median(s) if s else 0.0 for s in (self._data_s, self._forward_s))
         step_ms = 1000 * seconds / max(1, steps)
         own = [steps, float(self._loss), float(self._bad), data_ms, forward_ms, workers]
@@ -93,9 +91,8 @@ class Progress:
         return found
 
     def say(self, step: int, epoch: int, interval: Interval) -> None:
-        """Log an interval: the loss on rank 0's console, what is wrong as a warning."""
-        if self._bar is not None:
-            self._bar.set_postfix(loss=f"{interval.loss:.4f}", refresh=False)
+        """Log an interval: its loss, and warnings."""
+        self._bar.set_postfix(loss=f"{interval.loss:.4f}", refresh=False)
         logger.info("epoch %d step %d loss %.4f %.1f ms/step", epoch, step, interval.loss, interval.step_ms)
         for rank, times in interval.not_finite.items():
             logger.warning(
@@ -107,27 +104,25 @@ class Progress:
         self._workers = interval.workers
         if interval.slow:
             logger.warning("step %d: %s", step, interval.slow)
-        if self._bar is not None:
-            self._bar.refresh()
+        self._bar.refresh()
 
     def close(self) -> None:
-        if self._bar is not None:
-            logger.removeFilter(self._make_room)
-            self._bar.close()
+        logger.removeFilter(self._make_room)
+        self._bar.close()
 
 
 def lost_workers(before: dict[int, int], now: dict[int, int]) -> list[int]:
-    """The ranks whose loader lost a worker. In the next epoch the others take as few, and have lost none."""
+    """The ranks whose loader lost a worker; not those that follow suit in the next epoch."""
     fewer = [rank for rank, workers in now.items() if workers < before[rank]]
     return fewer if len(fewer) == len(now) else [rank for rank in fewer if now[rank] < max(now.values())]
 
 
 def slow_ranks(own_ms: list[tuple[float, float]], step_ms: float) -> str:
-    """Which ranks take longer than the middle one for data or forward, which no rank waits in; "" for none.
+    """Which ranks take longer than the middle one for data or forward, where no rank waits for others; "" if none.
 
     Args:
-        own_ms: by rank, the milliseconds of a step for data and for forward. On a GPU forward is only queued, so a slow GPU is
-            not seen here; `CommProfiler` sees it by who is waited for.
+        own_ms: by rank, the milliseconds of a step for data and for forward. On a GPU forward is only queued, so a slow GPU
+            does not show here; `CommProfiler` shows it.
         step_ms: milliseconds of a step.
     """
     for place, what in enumerate(("loading data", "forward")):
@@ -138,13 +133,5 @@ def slow_ranks(own_ms: list[tuple[float, float]], step_ms: float) -> str:
             most = max(times[r] for r in slow)
             holds = "holds" if len(slow) == 1 else "hold"
             figures = f"{most:.0f} ms of a step, the middle rank {middle:.0f} ms"
-            return f"{ranks_in_words(slow)} {holds} up the others by {what}: {figures}"
+            return f"{in_words(slow)} {holds} up the others by {what}: {figures}"
     return ""
-
-
-def _bar(total: int, done: int) -> Any:
-    import sys
-
-    from tqdm import tqdm
-
-    return tqdm(total=total, initial=done, unit="step", file=sys.stdout, mininterval=0.5, dynamic_ncols=True)

@@ -1,28 +1,26 @@
-"""What a training may leave out and go on, how often, and what is said where it may not; for `loop.py`.
+"""Bounds the steps that a training skips, and explains the errors that end it; for `loop.py`.
 
-Only what every rank leaves out alike leaves the replicas equal: a step whose averaged gradients are not finite. All else
-ends the job at once, on the rank where it happens, and is made good by the last checkpoint.
+Only a step that every rank skips leaves the replicas equal: one whose averaged gradients are not finite. Any other error
+ends the job at once, and the job goes on from its last checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from ddpkit.rank.guarding.guard import ranks_in_words
+from ddpkit.rank.joining.process_group import Here
+from ddpkit.rank.joining.words import in_words
 from ddpkit.rank.memory.budget import is_out_of_memory
+from ddpkit.settings.training import TrainConfig
 
-if TYPE_CHECKING:
-    from ddpkit.rank.joining.process_group import Here
-    from ddpkit.settings.training import TrainConfig
-
-    from .optimization import Optimization
+from .optimization import Optimization
 
 
 class TooManyErrors(RuntimeError):
-    """More steps of an epoch were left out than `max_errors_per_epoch` allows; `at_fault` are the ranks whose losses did it."""
+    """More steps of an epoch were skipped than `max_errors_per_epoch` allows, because of the losses of ranks `at_fault`."""
 
     def __init__(self, message: str, at_fault: Sequence[int]) -> None:
         super().__init__(message)
@@ -30,7 +28,7 @@ class TooManyErrors(RuntimeError):
 
 
 class Recovery:
-    """Counts what was left out in an epoch, by figures that are the same on every rank, so that all end together."""
+    """Counts the skipped steps of an epoch, by figures that are the same on every rank, so that all end together."""
 
     def __init__(self, config: TrainConfig, here: Here, optimization: Optimization) -> None:
         self._most, self._here, self._optimization = config.max_errors_per_epoch, here, optimization
@@ -42,21 +40,20 @@ class Recovery:
         self._skipped_before, self._spoilt = int(self._optimization.skipped), 0
 
     def bound(self, epoch: int, not_finite: Mapping[int, int]) -> None:
-        """End the training when too much was left out.
+        """End the training if too many steps of `epoch` were skipped.
 
         Args:
-            epoch: the one that goes on.
             not_finite: by rank, how many of its losses were not finite since the last call.
 
         Raises:
             TooManyErrors: on every rank.
         """
         self._spoilt += max(not_finite.values(), default=0)
-        # fp16 finds its scale by steps that overflow: those are no errors, as long as the losses are finite.
+        # fp16 finds its scale by steps that overflow: those are no errors if the losses are finite.
         errors = self._spoilt if self._optimization.scaler else int(self._optimization.skipped) - self._skipped_before
         if errors <= self._most:
             return
-        whose = f"the loss of {ranks_in_words(sorted(not_finite))}" if not_finite else "the gradients, of finite losses"
+        whose = f"the loss of {in_words(sorted(not_finite))}" if not_finite else "the gradients, of finite losses"
         raise TooManyErrors(
             f"{errors} steps of epoch {epoch} were left out because {whose} was not finite, and max_errors_per_epoch is "
             f"{self._most}. Look at the data and the learning rate.",
@@ -64,16 +61,21 @@ class Recovery:
         )
 
     def look_at(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        """Remember which of `parameters` this step's backward gave nothing: DDP notices it one step late, without names."""
+        """Remember which `parameters` have no gradient: DDP notices it one step later, and does not name them."""
         self._without_gradient = [name for name, parameter in parameters if parameter.grad is None]
 
-    def explain(self, error: RuntimeError, step: int) -> None:
-        """Add to `error`, which ends the job, what only this training knows."""
-        rank = self._here.rank
-        if "Expected to have finished reduction" in str(error) and self._without_gradient:
-            error.add_note(f"rank {rank}: no gradient in the step before for {', '.join(self._without_gradient)}.")
-        elif is_out_of_memory(error):
-            error.add_note(
-                f"rank {rank} ran out of memory in step {step}. The other ranks are in that step already, so it cannot be "
-                "tried again by one alone: the job ends here, and goes on from its last checkpoint when it is started again."
-            )
+    @contextmanager
+    def explained(self, step: int) -> Iterator[None]:
+        """Around forward or backward: adds to an error, which ends the job, what only the trainer knows."""
+        try:
+            yield
+        except RuntimeError as error:
+            rank = self._here.rank
+            if "Expected to have finished reduction" in str(error) and self._without_gradient:
+                error.add_note(f"rank {rank}: no gradient in the step before for {', '.join(self._without_gradient)}.")
+            elif is_out_of_memory(error):
+                error.add_note(
+                    f"rank {rank} ran out of memory in step {step}. The other ranks are in that step already, so one rank "
+                    "cannot try it again alone: the job ends, and goes on from its last checkpoint when started again."
+                )
+            raise
