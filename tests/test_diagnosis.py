@@ -642,7 +642,6 @@ def test_a_wrong_address_explains_the_rank_that_waited_for_it(tmp_path: Path) ->
         ("loader_dead", 1, "loader_worker_killed", "certain"),
         ("init_waiting", 1, "missing_rank_at_init", "certain"),
         ("all_waiting", None, "everyone_waits", "likely"),
-        ("stuck", None, "everyone_waits", "likely"),
         ("busy", 1, "long_computation", "certain"),
         ("straggler", 1, "straggler", "certain"),
         ("init_elsewhere", 1, "wrong_address", "certain"),
