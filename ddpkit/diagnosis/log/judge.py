@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpkit.diagnosis.evidence import Evidence
 from ddpkit.diagnosis.pages import page
-from ddpkit.diagnosis.run import HEALTHY, UNKNOWN, Confidence, Diagnosis, Evidence
+from ddpkit.diagnosis.run import HEALTHY, UNKNOWN, Confidence, Diagnosis
 from ddpkit.errors import LogError
 from ddpkit.run import Run
 from ddpkit.runfolder import wire
