@@ -61,9 +61,15 @@ class Diagnosis:
     confidence: Confidence
     collect: str
 
+    @property
+    def head(self) -> str:
+        """`early_exit (certain): A rank left ...`"""
+        return (
+            f"{self.name}: {self.title}" if self.name == UNKNOWN else f"{self.name} ({self.confidence}): {self.title}"
+        )
+
     def __str__(self) -> str:
-        head = f"{self.name} ({self.confidence}): {self.title}" if self.name != UNKNOWN else f"{UNKNOWN}: {self.title}"
-        return "\n".join([head, *(f"  {label:<12} {text}" for label, text in self._rows())])
+        return "\n".join([self.head, *(f"  {label:<12} {text}" for label, text in self._rows())])
 
     __repr__ = __str__
 
