@@ -418,12 +418,6 @@ def test_a_log_that_may_not_be_read_is_told_in_one_sentence(tmp_path: Path) -> N
         diagnose("/proc/self/mem")
 
 
-def test_a_log_of_powershell_is_read(tmp_path: Path) -> None:
-    (tmp_path / "train.log").write_bytes((TRAINING + OWN + "\n").encode("utf-16"))
-    found = diagnose(tmp_path / "train.log")
-    assert (found.name, found.evidence[0].line, found.evidence[0].text) == ("own_exception", 46, "KeyError: 'image'")
-
-
 def test_the_exit_code_and_the_json_say_what_was_found(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.log", tmp_path / "bad.log"
     good.write_text(TRAINING)
