@@ -275,7 +275,7 @@ def test_a_run_is_diagnosed_as_itself_from_its_folder_too(tmp_path: Path) -> Non
     write_rank(tmp_path, 1, {"type": "ValueError", "message": "boom", "chain": []})
     run = ddpkit.Run.from_folder(tmp_path)
     assert str(diagnose(run)) == str(diagnose(tmp_path)) == str(run.diagnosis)
-    with pytest.raises(LogError, match="a run is diagnosed alone; here stand 2 things"):
+    with pytest.raises(LogError, match="a run is diagnosed alone, but 2 things were named"):
         diagnose(run, run)
 
 
