@@ -1,15 +1,13 @@
-"""The `ddpkit` command: `run` is torchrun with rank-tagged output and an honest exit code, `train` and `smoke` start the kit,
-`diagnose` reads any log, `doctor` looks over the machine, `explain` prints the catalog, `start` and `progress` go with the
-exercises."""
+"""The `ddpkit` command: one function for each of its commands."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from .diagnosis.pages import Contents, NoSuchPage, Page
+from .diagnosis.pages import NoSuchPage, Page
 from .diagnosis.pages import explain as look_up
 from .errors import LaunchError, LogError
 from .launcher.launcher import launch
@@ -17,15 +15,7 @@ from .launcher.options import EXIT_CODES
 from .launcher.smoke_command import smoke
 from .launcher.train_command import CONTEXT, train
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Run torchrun jobs and hear the truth about them.")
-
-
-@app.callback()
-def _root() -> None:
-    """One program with several commands."""
 
 
 @app.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -80,7 +70,7 @@ def diagnose(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,
 ) -> None:
-    """Name the failure that LOGS tell of, of whatever launcher: which rank, the line that says it, what only followed.
+    """Name the failure in LOGS of any launcher: which rank, the line that says it, what only followed.
 
     Exit code: 0 healthy, 1 a failure, known or not, 2 nothing to read.
     """
@@ -107,38 +97,22 @@ def explain(
     name: Annotated[str | None, typer.Argument(help="A failure of the catalog; without it, the list of all.")] = None,
 ) -> None:
     """Print the page of failure NAME: what it means, why it happens, what cures it. Exit code 2: no such failure."""
-    from rich.console import Console
-
     found = look_up(name)
-    console = Console(highlight=False, markup=False, emoji=False)
-    if isinstance(found, Page):
-        _print_page(console, found)
-    else:
-        _print_contents(console, found)
-
-
-def _print_page(console: Console, page: Page) -> None:
+    if not isinstance(found, Page):
+        print(found)
+        return
+    from rich.console import Console
     from rich.markdown import Markdown
 
-    console.print(page.title, style="bold")
-    console.print(f"{page.name} · seen with: {page.seen_with}\n", style="dim")
-    console.print(Markdown(f"{page.text}\n{page.links}"))
-
-
-def _print_contents(console: Console, contents: Contents) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for page in contents.pages:
-        table.add_row(page.name, page.title)
-    console.print(table)
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(found.title, style="bold")
+    console.print(f"{found.name} · seen with: {found.seen_with}\n", style="dim")
+    console.print(Markdown(f"{found.text}\n{found.links}"))
 
 
 @app.command()
 def start(number: Annotated[str, typer.Argument(help="The exercise's number, such as 02.")]) -> None:
-    """Copy an exercise into work/, where it is yours: updates of the workbook never touch it. A copy that is there stays."""
+    """Copy an exercise into work/, where updates never touch it. An existing copy stays as it is."""
     from .course.student import start as copy_exercise
 
     print(copy_exercise(number))
@@ -146,14 +120,14 @@ def start(number: Annotated[str, typer.Argument(help="The exercise's number, suc
 
 @app.command()
 def progress() -> None:
-    """Say how far you are with the exercises, by what is kept below .ddpkit in this folder."""
+    """Say how far you are with the exercises, by what .ddpkit in this folder has kept."""
     from .course.exercises import progress as done
 
     print(done())
 
 
 def main() -> None:
-    """The console script: what cannot be started or is not known ends in one sentence on stderr and exit code 2."""
+    """The console script: a bad request ends in one sentence on stderr and exit code 2."""
     try:
         app()
     except (LaunchError, LogError, NoSuchPage) as error:

@@ -503,9 +503,14 @@ def read(folder: Path) -> tuple[Rank, ...]:
     return attempts[-1] if attempts else ()
 
 
-def verdict(culprit: Culprit, kind: str, sentence: str = "Rank 1 is at fault.", **roles: str) -> Verdict:
-    numbered = {int(name.removeprefix("r")): role for name, role in roles.items()}
-    return Verdict(culprit=culprit, sentence=sentence, kind=kind, roles=numbered)
+def verdict(
+    culprit: Culprit, kind: str, sentence: str = "Rank 1 is at fault.", certain: bool = True, **roles: str
+) -> Verdict:
+    """A verdict in which the ranks without a role were hurt, or are all at fault."""
+    numbered = dict.fromkeys(range(64), "culprit" if culprit == "every rank" else "consequence")
+    numbered |= {int(name.removeprefix("r")): role for name, role in roles.items()}
+    numbered |= {culprit: "culprit"} if isinstance(culprit, int) else {}
+    return Verdict(culprit=culprit, sentence=sentence, kind=kind, certain=certain, roles=numbered)
 
 
 def diagnosed(folder: Path, said: Said) -> Diagnosis:
@@ -642,7 +647,6 @@ def test_a_wrong_address_explains_the_rank_that_waited_for_it(tmp_path: Path) ->
         ("loader_dead", 1, "loader_worker_killed", "certain"),
         ("init_waiting", 1, "missing_rank_at_init", "certain"),
         ("all_waiting", None, "everyone_waits", "likely"),
-        ("stuck", None, "everyone_waits", "likely"),
         ("busy", 1, "long_computation", "certain"),
         ("straggler", 1, "straggler", "certain"),
         ("init_elsewhere", 1, "wrong_address", "certain"),
@@ -663,6 +667,15 @@ def test_a_verdict_alone_leads_to_its_page(
     found = diagnose(read(tmp_path), verdict(culprit, kind, r0="consequence"))
     assert found is not None
     assert (found.name, found.rank, found.confidence) == (name, culprit, confidence)
+
+
+def test_of_a_verdict_that_compared_ranks_it_is_only_likely(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    write_said(tmp_path, 1, Said(), exitcode=-15, signal="SIGTERM", told="SIGTERM", told_ns=1)
+    for kind in ("never_joined", "mismatch", "unmatched", "no_key"):
+        compared = diagnose(read(tmp_path), verdict(1, kind, certain=False))
+        seen = diagnose(read(tmp_path), verdict(1, kind))
+        assert compared and seen and (compared.confidence, seen.confidence) == ("likely", "certain"), kind
 
 
 def test_where_nothing_fits_it_is_unknown_and_says_what_to_collect(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ddpkit.machine import checks, devices, torch_checks
 from ddpkit.machine.checks import Check
 from ddpkit.machine.examination import Report
 
-# Each of these starts torch twice: one after the other leaves the second core to the jobs that are tested beside it.
+# Each of these imports torch: one after the other leaves the second core to the jobs that are tested beside it.
 pytestmark = pytest.mark.xdist_group("doctor")
 
 DDPKIT = str(Path(sys.executable).with_name("ddpkit"))
@@ -59,28 +59,11 @@ def test_this_machine(healthy: tuple[int, dict[str, Check]]) -> None:
     assert torch.__version__ in lines["torch"].found and "gloo" in lines["backends"].found
     assert lines["python"].found.startswith(sys.version.split()[0])
     names = {"GPUs", "/dev/shm", "open files", "processes", "memory", "cores", "interfaces", "host name", "ports"}
-    assert names <= set(lines) and {"kernel log", "DEBUG=DETAIL", "variables"} <= set(lines)
+    assert names <= set(lines) and {"kernel log", "variables"} <= set(lines)
     assert code == (1 if problems(lines) else 0)
     for each in lines.values():
         assert each.found and (each.advice or each.level == "ok"), each
         assert not each.advice or each.advice.endswith((".", "`")), each
-
-
-def test_detail_is_told_as_it_is(healthy: tuple[int, dict[str, Check]]) -> None:
-    """The same step once more, by plain python."""
-    program = """
-import torch, torch.distributed as dist, tempfile
-dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
-torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))(torch.ones(1, 2)).sum().backward()
-dist.destroy_process_group()
-"""
-    env = {**CLEAN, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    died = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, timeout=120, env=env, check=False
-    ).returncode
-    line = healthy[1]["DEBUG=DETAIL"]
-    assert ("survives" in line.found, line.level == "ok") == (died == 0, died == 0), (died, line)
-    assert died == 0 or f"signal {-died}" in line.found
 
 
 @pytest.mark.skipif(not may("unshare", "-n"), reason="no network namespace may be made here")
@@ -197,6 +180,6 @@ def test_the_report_is_text_html_and_json() -> None:
 
 
 def test_the_doctor_is_a_function_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_checks, "probe", lambda *_: {"error": "no torch", "returncode": 1})
+    monkeypatch.setattr(torch_checks, "probe", lambda: {"error": "no torch"})
     report = ddpkit.doctor({})
     assert isinstance(report, Report) and report.problems[0].name == "torch"

@@ -75,7 +75,7 @@ def test_without_a_gpu_two_ranks_train_on_the_cpu_and_that_is_said(gpus: Gpus) -
 
 def test_one_rank_for_each_gpu_or_for_those_that_are_chosen(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(TWO)
-    said, command = dry("--batch-size", "8", "--accumulation-steps", "4")
+    said, command = dry("--batch-size", "8", "--gradient-accumulation-steps", "4")
     assert said[0] == "train: 2 ranks, nccl on GPU 0, 1; 32 samples a step on each, 64 in all."
     assert command.startswith("DDP_BACKEND=nccl torchrun --standalone --nproc-per-node 2 ")
     said, command = dry("-g", "1")

@@ -1,4 +1,4 @@
-"""Reads `catalog/<failure>/page.md`: what each failure is called, how it is recognised, and the page that explains it."""
+"""Reads `catalog/<failure>/page.md`: the name of each failure, how to recognise it, and the page that explains it."""
 
 from __future__ import annotations
 
@@ -10,42 +10,41 @@ from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Any, Literal
+from typing import Any
 
 PAGE, LAB = "page.md", "lab.toml"
 FENCE = "+++"
 PLACES = ("failure", "stderr", "torchrun", "log", "native")
 
-# What a verdict can be (`Verdict.kind`); a page may be named by one.
+# Every value of `Verdict.kind`. A signature may be one of them.
 KINDS = frozenset(
-    "passed own told_by_others tie left_early never_joined unmatched no_key straggler mismatch ran_out not_finite shapes_differ "
-    "stopped_process loader_stuck loader_dead init_waiting init_elsewhere stale_addresses all_waiting stuck busy silent "
+    "passed own told_by_others tie left_early never_joined unmatched no_key straggler mismatch not_finite shapes_differ "
+    "stopped_process loader_stuck loader_dead init_waiting init_elsewhere stale_addresses all_waiting busy silent "
     "sent_a_signal thread_died agent_killed agent_failed peer_lost gave_up ended timed_out unknown".split()
 )
 
 
 class NoSuchPage(LookupError):
-    """No failure of the catalog has that name: what was asked, the nearest names, how to see all."""
+    """The catalog has no failure of that name; the message suggests the nearest names."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
 class BadPage(ValueError):
-    """A page of the catalog cannot be read: which file, which key, what is wrong with it."""
+    """A page of the catalog cannot be read; the message says which file, which key, and what is wrong."""
 
 
 @dataclass(frozen=True)
 class Signature:
     """One way to recognise a failure: a `text`, the `signal` that killed a rank, or the kind of the `verdict`.
 
-    `text` is a regular expression, `type` the exception it must stand in ("" is any). It is looked for at `where`:
+    `text` is a regular expression; it must match in an exception of this `type` ("" is any). `where` says where to look:
     "failure" (type, message and chain of the exception), "stderr", "torchrun" (the agent's log), "native" (the C++ functions
-    in which it sleeps with the GIL), or "" for the first two. A log that somebody brings is not divided so: there all are
-    looked for but "failure" and "native", and also "log", what others wrote about a
-    job, a scheduler or the kernel. A group named `rank` tells the rank at fault.
-    `consequence`: this text never is the cause. `general`: it says where something failed rather than why, and yields
-    to any other text. `beside`: it may stand in any log, and tells something only beside a failure.
+    in which the rank sleeps with the GIL), or "" for the first two. `ddpkit diagnose` reads plain logs: it looks for all
+    texts but "failure" and "native", and also for "log", what a scheduler or the kernel wrote. A group named `rank` is the
+    rank at fault. `consequence`: this text is never the cause. `general`: it says where something failed, not why, and any
+    other text wins over it. `beside`: healthy logs may hold it too; it counts only beside a failure.
     """
 
     text: str = ""
@@ -59,34 +58,34 @@ class Signature:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """`text`, compiled; `^` and `$` are the ends of a line."""
+        """`text`, compiled; `^` and `$` match at every line."""
         return re.compile(self.text, re.MULTILINE)
 
     @property
     def names_rank(self) -> bool:
-        """Whether a group of `text` tells the rank at fault."""
+        """Whether a group of `text` names the rank at fault."""
         return "(?P<rank>" in self.text
 
     @property
     def spans_lines(self) -> bool:
-        """Whether what it matches may be longer than a line."""
+        """Whether a match may be longer than a line."""
         return "\\n" in self.text or r"[^\0]" in self.text
 
     @property
     def in_logs(self) -> bool:
-        """Whether this text is looked for in a log that somebody brings."""
+        """Whether `ddpkit diagnose` looks for this text."""
         return bool(self.text) and self.where not in ("failure", "native")
 
     def looks_at(self, place: str) -> bool:
-        """Whether this text is looked for at `place`, one of `PLACES`."""
+        """Whether to look for this text at `place`, one of `PLACES`."""
         return place == self.where if self.where else place in ("failure", "stderr")
 
 
 @dataclass(frozen=True, repr=False)
 class Page:
-    """One failure: `text` is its page in Markdown, `seen_with` where its message was met ("documentation": nowhere here).
+    """One failure: `text` is its page in Markdown, `seen_with` the versions that produced it ("documentation": never run here).
 
-    `labs` are the programs that show it, and `notebook` the one that teaches it; () and "" where there is none.
+    `labs` are the programs that show it, `notebook` the notebook that teaches it; () and "" where there is none.
     """
 
     name: str
@@ -99,14 +98,14 @@ class Page:
 
     @property
     def links(self) -> str:
-        """Where to see it happen: its labs and its notebook; "" where there are none."""
+        """Its labs and its notebook, in words; "" where there are none."""
         labs = ", ".join(f'`FixBench("{name}")`' for name in self.labs)
         parts = [f"Break it and mend it: {labs}."] if labs else []
         return " ".join([*parts, *([f"Notebook: `notebooks/{self.notebook}.ipynb`."] if self.notebook else [])])
 
     @property
     def markdown(self) -> str:
-        """The whole page, with its title, where it was seen, and where to see it happen."""
+        """The whole page with title, versions and links."""
         return (
             f"# {self.title}\n\n`{self.name}` · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip()
             + "\n"
@@ -121,7 +120,7 @@ class Page:
 
 @dataclass(frozen=True, repr=False)
 class Contents:
-    """Every page of the catalog by name and title, as `explain()` shows it."""
+    """Name and title of every page, as `explain()` shows them."""
 
     pages: tuple[Page, ...]
 
@@ -134,7 +133,7 @@ class Contents:
 
 
 def explain(name: str | None = None) -> Page | Contents:
-    """The page of failure `name`, shown as Markdown in a notebook and as text elsewhere; without `name`, the list of all.
+    """The page of failure `name`, as Markdown in a notebook and as text elsewhere; without `name`, a list of all.
 
     Raises:
         NoSuchPage: no failure has that name.
@@ -143,10 +142,10 @@ def explain(name: str | None = None) -> Page | Contents:
 
 
 def page(name: str) -> Page:
-    """The page of failure `name`; `unused-parameters` does as well as `unused_parameters`.
+    """The page of failure `name`; `unused-parameters` works as well as `unused_parameters`.
 
     Raises:
-        NoSuchPage: no failure has that name; the nearest names are in the sentence.
+        NoSuchPage: no failure has that name; the message suggests the nearest.
     """
     wanted = re.sub(r"[\s-]+", "_", name.strip().lower())
     known = {p.name: p for p in pages()}
@@ -168,7 +167,7 @@ def pages() -> tuple[Page, ...]:
 
 
 def read_pages(folder: Traversable) -> tuple[Page, ...]:
-    """The pages of the failures in `folder`: each folder below it is one failure. See `pages`."""
+    """The pages in `folder`, which has one folder for each failure. See `pages`."""
     folders = sorted(folder.iterdir(), key=lambda f: f.name)
     labs: dict[str, list[str]] = {}
     for each in folders:
@@ -183,7 +182,7 @@ def parse(name: str, source: str) -> Page:
     """The page of failure `name` from the text of its file: front matter between two lines `+++`, then Markdown.
 
     Raises:
-        BadPage: a part is missing, or a key is not as it must be.
+        BadPage: a part is missing, or a key is wrong.
     """
     opening, _, rest = source.partition("\n")
     head, fence, text = rest.partition(f"\n{FENCE}\n")
@@ -197,8 +196,6 @@ def parse(name: str, source: str) -> Page:
     for key in ("title", "seen_with"):
         if not isinstance(found.get(key), str) or not found[key].strip():
             raise _bad(name, f"key `{key}` must be a text, but is {found.get(key)!r}.")
-    if found.get("silent", True) is not True:
-        raise _bad(name, f"key `silent` must be true where it is given, but is {found['silent']!r}.")
     tables = found.get("signatures", [])
     if not isinstance(tables, list) or bool(tables) == bool(found.get("silent")):
         raise _bad(
@@ -208,10 +205,7 @@ def parse(name: str, source: str) -> Page:
     if not text.strip():
         raise _bad(name, "there is nothing below the front matter.")
     signatures = tuple(_signature(name, i, table) for i, table in enumerate(tables, 1))
-    notebook = found.get("notebook", "")
-    if not isinstance(notebook, str):
-        raise _bad(name, f"key `notebook` must be a text, but is {notebook!r}.")
-    return Page(name, found["title"], found["seen_with"], signatures, text.strip() + "\n", notebook)
+    return Page(name, found["title"], found["seen_with"], signatures, text.strip() + "\n", found.get("notebook", ""))
 
 
 def _signature(name: str, number: int, table: dict[str, Any]) -> Signature:
@@ -225,8 +219,9 @@ def _signature(name: str, number: int, table: dict[str, Any]) -> Signature:
         raise _bad(name, f"{place} needs one of `text`, `signal` and `verdict`, but has {', '.join(table) or 'none'}.")
     if "text" not in table and (extra := set(table) & {"type", "where", "consequence", "general", "beside"}):
         raise _bad(name, f"key `{min(extra)}` of {place} goes with `text` only.")
-    _check_choice(name, place, "where", table, PLACES)
-    _check_choice(name, place, "verdict", table, KINDS)
+    for key, choices in (("where", PLACES), ("verdict", KINDS)):
+        if key in table and table[key] not in choices:
+            raise _bad(name, f"key `{key}` of {place} is {table[key]!r}; use {', '.join(sorted(choices))}.")
     signature = Signature(**table)
     try:
         _ = signature.pattern
@@ -239,13 +234,6 @@ def _check_keys(name: str, place: str, found: dict[str, Any], known: Iterable[st
     for key in found:
         if key not in known:
             raise _bad(name, f"key `{key}` of the {place} is not known; use {', '.join(known)}.")
-
-
-def _check_choice(
-    name: str, place: str, key: Literal["where", "verdict"], table: dict[str, Any], of: Iterable[str]
-) -> None:
-    if key in table and table[key] not in of:
-        raise _bad(name, f"key `{key}` of {place} is {table[key]!r}; use {', '.join(sorted(of))}.")
 
 
 def _bad(name: str, what: str) -> BadPage:

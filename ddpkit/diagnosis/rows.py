@@ -1,4 +1,4 @@
-"""What is known of each rank while a job stands still, and after its end, as rows that every form of showing it shares."""
+"""One row for each rank of a job that stands still or has ended; text, HTML and the live view all show these rows."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ _STATES = {
     "late": "came too late",
     "unknown": "is somewhere unknown",
 }
-_CONSEQUENCE = ": a consequence"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank: its `state` in words, `where` it is in the user's code, and the `collective` it waits in or joined last.
+    """One rank: its `state` in words, `where` it is in the user's code, the `collective` that it waits in or joined last.
 
     `tone` is fault, waiting, passed or "". `whom`: the ranks that it waits for, where the culprit cannot be told. `silent_s`
-    and `busy` (the share of a core) are as of the moment when ddpkit looked; `stack` is innermost first, without what
-    started the script; `workers` are the stacks of its loader's workers.
+    and `busy` (share of a core) are as ddpkit found them; `stack` is innermost first; `workers` are the stacks of its
+    DataLoader workers.
     """
 
     rank: int
@@ -63,12 +62,12 @@ class Row:
 
     @property
     def said(self) -> str:
-        """`line 14: time.sleep(60) · last joined all_reduce #3`, with the exception where the state does not name it."""
+        """`line 14: time.sleep(60) · last joined all_reduce #3`; also the exception, unless the state names it."""
         return self._said(self.message if self.message.partition(":")[0] not in self.state else "")
 
     @property
     def said_in_full(self) -> str:
-        """As `said`, always with the exception."""
+        """As `said`, with the exception in every case."""
         return self._said(self.message)
 
     def _said(self, message: str) -> str:
@@ -78,8 +77,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Standstill:
-    """A job in which nothing moves: the verdict so far ("" where it is held back), and the ranks as seen `at_s` seconds
-    after its start."""
+    """A job in which nothing moves: the verdict so far ("" while it is held back), and the ranks `at_s` after the start."""
 
     sentence: str
     rows: tuple[Row, ...]
@@ -93,10 +91,10 @@ def rows(
     steady: bool = False,
     waits: Mapping[int, tuple[int, ...]] | None = None,
 ) -> tuple[Row, ...]:
-    """A row for each rank, of a job that stands still or has ended; `steady` leaves out what varies from run to run.
+    """A row for each rank. `steady` leaves out what varies from run to run.
 
-    Without `revealed` a row says nothing that was concluded: the system's own word for the state, no tone. `waits`: whom
-    each rank waits for, where the culprit cannot be told.
+    Without `revealed` a row draws no conclusion: the system's own word for the state, no tone. `waits`: whom each rank
+    waits for, where the culprit cannot be told.
     """
     at, found = scene(ranks).at if revealed else {}, []
     for rank in ranks:
@@ -126,7 +124,7 @@ def _row(rank: Rank, place: Place | None, at_fault: bool, revealed: bool, steady
         where=line.text if line else "",
         collective=last.name if last and (still or waited or not steady) else "",
         waits=waited,
-        message=failure.text if failure and not (revealed and _suffered(rank)) else "",
+        message=failure.text if failure and not (revealed and rank.role == "consequence") else "",
         silent_s=look.silent_s if look and still else None,
         busy=look.busy if look and still else None,
         stack=_without_start(rank.stack_frames) if seen else (),
@@ -157,16 +155,11 @@ def _still_row(rank: Rank, place: Place, at_fault: bool) -> Row:
 
 
 def stood_still(rank: Rank) -> bool:
-    """Whether this rank was found without progress, and has not ended by itself since."""
+    """Whether the rank made no progress when ddpkit looked, and has not ended by itself since."""
     look, ended = rank.look, rank.failure is not None or rank.exitcode == 0
     if look is None or ended:
         return False
     return rank.exitcode is None or look.why == "stall" or unmoved_s(rank) >= STILL_FROM_S
-
-
-def _suffered(rank: Rank) -> bool:
-    """Whether what it met was another rank's end or silence."""
-    return rank.role == "consequence" or rank.words.endswith(_CONSEQUENCE)
 
 
 def _tone(rank: Rank, at_fault: bool) -> str:
@@ -174,7 +167,7 @@ def _tone(rank: Rank, at_fault: bool) -> str:
 
 
 def _without_start(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Without the frames outside the user's outermost one: they only say how the script was started."""
+    """The frames up to the user's outermost one: those further out only start the script."""
     outermost = max((i for i, frame in enumerate(frames) if frame.own), default=len(frames) - 1)
     return tuple(frames[: outermost + 1][:MOST_FRAMES])
 
@@ -196,13 +189,12 @@ def text_lines(table: Sequence[Row]) -> list[str]:
 def diagnosis_line(diagnosis: Diagnosis) -> str:
     """`skipped_collective (certain): A rank never came …; ddpkit explain skipped_collective`."""
     if diagnosis.name == UNKNOWN:
-        return f"{UNKNOWN}: {diagnosis.title} {diagnosis.collect}".rstrip()
-    title = f"{diagnosis.name} ({diagnosis.confidence}): {diagnosis.title}"
-    return f"{title}; ddpkit explain {diagnosis.name}"
+        return f"{diagnosis.head} {diagnosis.collect}".rstrip()
+    return f"{diagnosis.head}; ddpkit explain {diagnosis.name}"
 
 
 def first_paragraph(diagnosis: Diagnosis) -> str:
-    """What the catalog's page says first, on one line; quoted messages and what only continues them are passed over."""
+    """The first sentences of the catalog's page, on one line, without quoted messages."""
     if diagnosis.name == UNKNOWN:
         return diagnosis.collect
     blocks = (" ".join(block.split()) for block in page(diagnosis.name).text.split("\n\n"))

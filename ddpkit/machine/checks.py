@@ -1,4 +1,4 @@
-"""What `ddpkit doctor` looks at on the machine itself: limits, memory, network, the kernel's log, variables."""
+"""What `ddpkit doctor` checks on the machine itself: limits, memory, network, the kernel log, variables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Level = Literal["ok", "note", "problem"]
 
 GIB = 2**30
 TORCHRUN_PORT = 29500
-# Below these a job meets trouble: batches in shared memory, a loader's files, and processes with their threads.
+# Below these a job gets into trouble.
 SMALL_SHM = 1 * GIB
 FEW_FILES = 4096
 FEW_PROCESSES = 1024
@@ -36,7 +36,7 @@ KERNEL_PAGES = ("oom_killer", "gpu_off_the_bus", "gpu_memory_error", "nvlink_err
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor: `name` is what was looked at, `found` what is there, `advice` what to do ("" for nothing)."""
+    """One line of the doctor: `name` is what was checked, `found` what is there, `advice` what to do ("" for nothing)."""
 
     name: str
     found: str
@@ -68,7 +68,7 @@ def shared_memory(folder: str = "/dev/shm") -> Check:
 
 
 def open_files() -> Check:
-    """The limit of open files: every tensor that a loader worker passes holds one open."""
+    """The limit on open files: every tensor that a loader worker hands over keeps one open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{_limit(soft)} for this shell, at most {_limit(hard)}"
     if soft == resource.RLIM_INFINITY or soft >= FEW_FILES:
@@ -81,7 +81,7 @@ def open_files() -> Check:
 
 
 def processes() -> Check:
-    """The limit of processes and threads, the container's included."""
+    """The limit on processes and threads, here and in the container."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = {
         "ulimit -u": None if soft == resource.RLIM_INFINITY else soft,
@@ -112,7 +112,7 @@ def memory() -> Check:
 
 
 def cores(gpu_count: int, environment: Mapping[str, str]) -> Check:
-    """How many cores each rank gets, by affinity and by the container's quota."""
+    """How many cores each rank gets, by affinity and by the container's CPU quota."""
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota = _cpu_quota()
     count = min(count, quota) if quota else count
@@ -129,7 +129,7 @@ def cores(gpu_count: int, environment: Mapping[str, str]) -> Check:
 
 
 def network(environment: Mapping[str, str]) -> Iterator[Check]:
-    """Which interfaces are up, which one gloo would use, and whether this machine's name leads to itself."""
+    """Which interfaces are up, which one gloo would use, and whether the host name is this machine's."""
     addresses = psutil.net_if_addrs()
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     of = {a.address.partition("%")[0]: name for name in addresses for a in addresses[name]}
@@ -149,7 +149,7 @@ def network(environment: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _interface_there(wanted: str, addresses: Mapping[str, Any]) -> bool:
-    """NCCL's list of prefixes, `=` for an exact name and `^` for all but these; gloo takes exact names."""
+    """NCCL takes prefixes, `=` for exact names and `^` for all but these; gloo takes exact names."""
     if wanted.startswith("^"):
         return True
     exact = wanted.startswith("=")
@@ -174,7 +174,7 @@ def _host_name(of: Mapping[str, str], up: set[str], environment: Mapping[str, st
 
 
 def port() -> Check:
-    """Whether torchrun's usual port is free, and a port can be opened and reached at all."""
+    """Whether torchrun's usual port is free, and whether any port can be opened and reached."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -197,7 +197,7 @@ def port() -> Check:
 
 
 def kernel_log() -> Check:
-    """What the kernel wrote of killed processes and broken GPUs since this machine was started."""
+    """What the kernel wrote about killed processes and broken GPUs since boot."""
     try:
         ran = subprocess.run(["dmesg"], capture_output=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -218,7 +218,7 @@ def kernel_log() -> Check:
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[Check]:
-    """Variables of this shell that do nothing any more, cost speed, or belong to another job."""
+    """Variables of this shell that nothing reads any more, that cost speed, or that belong to another job."""
     known = tomllib.loads(files("ddpkit.machine").joinpath("environment.toml").read_text(encoding="utf-8"))
     in_job = "TORCHELASTIC_RUN_ID" in environment
     found = False
@@ -236,7 +236,7 @@ def variables(environment: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _cgroup(*names: str) -> int | None:
-    """A limit of the cgroup this process is in, or of one above it: the smallest; None where there is none."""
+    """The smallest limit of this process's cgroup and those above it; None without a limit."""
     found = []
     for folder in _cgroup_folders():
         for name in names:

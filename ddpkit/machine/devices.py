@@ -1,4 +1,4 @@
-"""What this machine offers a job: its GPUs, asked of the driver without torch, and the memory of processes."""
+"""The GPUs of this machine, asked of the driver without torch, and the memory of processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _driver() -> Any:
 
 
 def driver_version() -> str:
-    """The driver's version and the newest CUDA that it serves, such as "550.54, serves CUDA up to 12.4"."""
+    """`550.54, serves CUDA up to 12.4`; "" without a driver."""
     nvml = _driver()
     if nvml is None:
         return ""
@@ -40,7 +40,7 @@ def driver_version() -> str:
 
 
 def driver_problem() -> str:
-    """Why the driver does not answer though it is there; "" where it does, or where there is none."""
+    """Why an installed driver does not answer; "" where it does, or where there is none."""
     import pynvml
 
     try:
@@ -52,7 +52,7 @@ def driver_problem() -> str:
 
 
 def links() -> str:
-    """How many pairs of GPUs are joined by what: NVLink, one PCIe switch, one host bridge, or through several."""
+    """`6 pairs by NVLink`: how many pairs of GPUs are joined by what."""
     nvml = _driver()
     if nvml is None:
         return "not known"
@@ -87,7 +87,7 @@ def all_gpus() -> list[Gpu]:
 
 
 def visible_gpus(visible: str | None) -> list[Gpu]:
-    """The GPUs a process with CUDA_VISIBLE_DEVICES=`visible` (None: not set) would see, in its order.
+    """The GPUs that a process with CUDA_VISIBLE_DEVICES=`visible` (None: not set) sees, in that order.
 
     As in CUDA, the list ends at the first entry that names no GPU.
     """
@@ -132,7 +132,7 @@ def device_mib(pids: Sequence[int | None]) -> dict[int, tuple[Gpu, float]]:
 
 
 def device_busy(pids: Sequence[int]) -> dict[int, float]:
-    """For each process that uses a GPU: the share of the last moment in which that GPU computed, for anybody. A wait in
+    """For each process that uses a GPU: the share of time in which that GPU computed lately, for any process. A wait in
     NCCL counts as computing."""
     nvml = _driver()
     busy = {}

@@ -1,4 +1,4 @@
-"""`ddpkit doctor`: what this machine offers a job and what would break one, line by line, with what to do."""
+"""`ddpkit doctor`: what this machine offers a job, what would break one, and what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What the doctor found, as a table in text and in notebooks; `problems` are the lines that would break a job."""
+    """What the doctor found, as a table in text and in notebooks."""
 
     checks: tuple[Check, ...]
 
@@ -36,7 +36,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One sentence over all of it."""
+        """`1 would break a job: /dev/shm.`, the last line of every form."""
         if not self.problems:
             return "Nothing here would break a job."
         return f"{len(self.problems)} would break a job: {', '.join(c.name for c in self.problems)}."
@@ -53,20 +53,19 @@ class Report:
         return f'<div class="ddpkit-doctor"><table>{rows}</table><div>{escape(self.summary)}</div></div>'
 
     def json(self) -> str:
-        """The lines as JSON: name, found, level and advice of each, and how many are problems."""
+        """The lines as JSON (name, found, level, advice), and how many are problems."""
         return json.dumps({"problems": len(self.problems), "checks": [asdict(c) for c in self.checks]}, indent=1)
 
 
 def doctor(environment: Mapping[str, str] = os.environ) -> Report:
     """Look over this machine before a job: torch, GPUs, memory, limits, network, kernel log, stale variables.
 
-    Takes some seconds: torch is asked in a process of its own, and DDP is built once under TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    Takes some seconds, because torch is asked in a process of its own.
     """
     return Report(tuple(_every_check(environment)))
 
 
 def _every_check(environment: Mapping[str, str]) -> Iterator[Check]:
-    """Look at everything, one line after the other."""
     told = torch_checks.probe()
     yield checks.python()
     yield from torch_checks.torch_build(told)
@@ -79,5 +78,4 @@ def _every_check(environment: Mapping[str, str]) -> Iterator[Check]:
     yield from checks.network(environment)
     yield checks.port()
     yield checks.kernel_log()
-    yield torch_checks.debug_detail(told)
     yield from checks.variables(environment)

@@ -1,21 +1,14 @@
-"""What torch says of itself and of this machine, as JSON on stdout: run by `ddpkit doctor` in a process of its own.
-
-`python -m ddpkit.machine.probe` tells versions, backends and GPUs; `... probe detail` builds a DDP model over gloo, which dies
-where this build does not survive TORCH_DISTRIBUTED_DEBUG=DETAIL.
-"""
+"""Prints what torch says of itself and of this machine, as JSON. `ddpkit doctor` runs it in a process of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
-import tempfile
 from typing import Any
 
 
 def facts() -> dict[str, Any]:
-    """Versions, backends and GPUs of this torch; what cannot be asked of it is None."""
+    """Versions, backends and GPUs of this torch. `nccl` is None on a CPU build, where torch.cuda.nccl.version() raises."""
     import torch
     import torch.distributed as dist
 
@@ -48,24 +41,5 @@ def _gpus(torch: Any) -> dict[str, Any]:
     return {"names": names, "capabilities": capabilities, "without_peer_access": peers, "error": ""}
 
 
-def detail() -> None:
-    """Construct DDP over gloo in this one process and take a step; a crash leaves no core file."""
-    import resource
-
-    import torch
-    import torch.distributed as dist
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-        net(torch.ones(1, 2)).sum().backward()
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["detail"]:
-        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-        detail()
-    else:
-        print(json.dumps(facts()))
+    print(json.dumps(facts()))

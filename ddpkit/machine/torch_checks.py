@@ -1,4 +1,4 @@
-"""What `ddpkit doctor` asks of torch and of the driver: build, backends, GPUs, what joins them, and whether DETAIL survives."""
+"""What `ddpkit doctor` asks of torch and of the driver: build, backends, GPUs and what joins them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from .devices import all_gpus, driver_problem, driver_version, links
 PROBE_S = 120
 
 
-def probe(*words: str) -> dict[str, Any]:
-    """What `ddpkit.machine.probe` tells: {} where torch cannot be imported, with the reason under "error"."""
-    command = [sys.executable, "-m", "ddpkit.machine.probe", *words]
+def probe() -> dict[str, Any]:
+    """What `ddpkit.machine.probe` prints; only "error", the reason, where torch cannot be imported."""
+    command = [sys.executable, "-m", "ddpkit.machine.probe"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer in {PROBE_S} s", "returncode": None}
-    lines = ran.stderr.strip().splitlines() or [""]
-    if ran.returncode or words:
-        return {"error": lines[-1], "returncode": ran.returncode}
+        return {"error": f"no answer in {PROBE_S} s"}
+    if ran.returncode:
+        return {"error": "".join(ran.stderr.strip().splitlines()[-1:])}
     return dict(json.loads(ran.stdout.strip().splitlines()[-1]))
 
 
@@ -47,7 +46,7 @@ def torch_build(told: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def gpus(told: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Check]:
-    """The GPUs that the driver knows, those that torch can use, the driver, and what joins them."""
+    """The GPUs that the driver knows, the GPUs that torch can use, and what joins them."""
     known = all_gpus()
     seen = told.get("gpus", {"names": [], "error": "", "capabilities": [], "without_peer_access": []})
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -85,7 +84,7 @@ def _joined(seen: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _architectures(told: Mapping[str, Any], seen: Mapping[str, Any]) -> Iterator[Check]:
-    """Whether this build has kernels for each GPU: its own architecture, or an older one of the same generation."""
+    """Whether this build has kernels for each GPU: for its architecture, or for an older one of the same generation."""
     built = [a.removeprefix("sm_") for a in told.get("architectures", ()) if a.startswith("sm_")]
     for capability in dict.fromkeys(seen["capabilities"]):
         major, minor = capability.split(".")
@@ -94,19 +93,3 @@ def _architectures(told: Mapping[str, Any], seen: Mapping[str, Any]) -> Iterator
             found = f"none for sm_{major}{minor}; this torch has sm_{', sm_'.join(built)}"
             advice = "Install a build of torch for this GPU: `ddpkit explain no_kernel_image`."
             yield Check("kernels", found, "problem", advice)
-
-
-def debug_detail(told: Mapping[str, Any]) -> Check:
-    """Whether TORCH_DISTRIBUTED_DEBUG=DETAIL can be used with this build."""
-    name = "DEBUG=DETAIL"
-    if "torch" not in told:
-        return Check(name, "not tried: there is no torch", "note", "Install torch first.")
-    ended = probe("detail")
-    code = ended.get("returncode")
-    if code == 0:
-        return Check(name, "a DDP step survives TORCH_DISTRIBUTED_DEBUG=DETAIL")
-    if code is None or code > 0:
-        why = f"no process group comes up here: {ended.get('error', '')[:120]}"
-        return Check(name, f"cannot be told, {why}", "note", "Mend the network first.")
-    advice = "Use TORCH_DISTRIBUTED_DEBUG=INFO: with DETAIL every job that builds DDP dies on this build."
-    return Check(name, f"kills a job that builds DDP (signal {-code})", "note", advice)

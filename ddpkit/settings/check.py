@@ -1,4 +1,4 @@
-"""Judges whether settings can be trained with: each key by itself, then those that go together; all faults at once."""
+"""Checks settings: each key by itself, then keys that depend on each other; all faults at once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from .keys import Values
 
-# What only DDP has.
+# Keys that FSDP has no use for.
 OF_DDP = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job that a configuration is for; `device_type` is "cpu", "cuda" or, where it is not known yet, ""."""
+    """The job that a configuration is for; `device_type` is "cpu", "cuda", or "" while it is not known."""
 
     world_size: int
     device_type: str
@@ -24,10 +24,10 @@ Rule = Callable[[Values, Job], Iterator[str]]
 
 
 def faults(config: Values, world_size: int, device_type: str, leave_out: Collection[str] = frozenset()) -> list[str]:
-    """A sentence for each thing that is wrong. Nothing is said of keys in `leave_out`, nor of rules that need them."""
+    """A sentence for each thing that is wrong. Keys in `leave_out`, and rules that need them, are not checked."""
     alone = {name: key.fault(getattr(config, name)) for name, key in config.keys().items() if name not in leave_out}
     found = [sentence for sentence in alone.values() if sentence]
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+    if world_size < 1:
         found.append(f"a job has at least one rank (world_size={world_size!r} given)")
         world_size = 1
     unusable = {name for name, sentence in alone.items() if sentence} | set(leave_out)
@@ -38,8 +38,11 @@ def faults(config: Values, world_size: int, device_type: str, leave_out: Collect
 
 
 def remarks(config: Values, world_size: int, device_type: str) -> list[str]:
-    """What runs and will not do what it seems to promise."""
-    return [sentence for rule in WORTH_SAYING for sentence in rule(config, Job(world_size, device_type))]
+    """A sentence for each setting that runs but does not do what it seems to promise."""
+    found: list[str] = []
+    for rule in WORTH_SAYING:
+        found += rule(config, Job(world_size, device_type))
+    return found
 
 
 def _heads(config: Values, job: Job) -> Iterator[str]:
@@ -59,7 +62,7 @@ def _held_out(config: Values, job: Job) -> Iterator[str]:
 
 
 def _batches(config: Values, job: Job) -> Iterator[str]:
-    """Every rank must get a whole batch, and an epoch must hold a whole accumulation window."""
+    """Every rank needs a whole batch, and an epoch needs a whole accumulation window."""
     batches = config.train_size // job.world_size // config.batch_size
     ranks = f"{job.world_size} rank{'s' * (job.world_size > 1)}"
     if not batches:
@@ -125,7 +128,7 @@ def _fault(config: Values, job: Job) -> Iterator[str]:
         yield f"run.fault {config.fault} is for rank {found[1]}, and the last rank is {job.world_size - 1}"
 
 
-# Which keys go together, and the rule that looks at them.
+# Each rule with the keys that it reads.
 TOGETHER: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("hidden_size", "num_heads"), _heads),
     (("dataset_size", "eval_fraction"), _held_out),

@@ -1,4 +1,4 @@
-"""Every key of a training with its default and its meaning, and the numbers that follow from them."""
+"""Every setting of a training with its default and its meaning, and the numbers that follow from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .read import Key
 
 
 def _key(section: str, default: Any, says: str, unit: str = "", **more: Any) -> Any:
-    """A field with what else `Key` holds."""
+    """A field that carries what `Key` needs."""
     return dataclasses.field(default=default, metadata={"section": section, "says": says, "unit": unit, **more})
 
 
@@ -24,7 +24,7 @@ _ranks, _run = partial(_key, "distributed"), partial(_key, "run")
 
 @dataclass(frozen=True)
 class Values:
-    """Every key of a training with its default; times are in seconds, memory as the key's unit says."""
+    """Every key with its default; times are in seconds, memory in the key's unit."""
 
     vocab_size: int = _model(10000, "tokens the model knows", least=2)
     hidden_size: int = _model(512, "width of the model; a multiple of num_heads", least=1)
@@ -100,9 +100,14 @@ class Values:
     )
 
     @classmethod
+    @cache
     def keys(cls) -> Mapping[str, Key]:
         """Every key by its name, in order."""
-        return all_keys()
+        found = {}
+        for one in dataclasses.fields(cls):
+            kind, _, none = str(one.type).partition(" | ")
+            found[one.name] = Key(one.name, kind=kind, optional=bool(none), default=one.default, **one.metadata)
+        return found
 
     @property
     def eval_size(self) -> int:
@@ -111,25 +116,15 @@ class Values:
 
     @property
     def train_size(self) -> int:
-        """Samples to train on, of all ranks."""
+        """Samples to train on, over all ranks."""
         return self.dataset_size - self.eval_size
 
     def global_batch(self, world_size: int) -> int:
-        """Samples of one optimizer step: of all ranks and micro-batches."""
+        """Samples of one optimizer step, over all ranks and micro-batches."""
         return self.batch_size * world_size * self.gradient_accumulation_steps
 
     def total_steps(self, world_size: int) -> int:
-        """Optimizer steps of the whole training, where each rank trains on an even share of the data."""
+        """Optimizer steps of the whole training; each rank has an even share of the data."""
         batches = math.ceil(self.train_size / world_size / self.batch_size)
         steps = self.num_epochs * math.ceil(batches / self.gradient_accumulation_steps)
         return min(steps, self.max_steps or steps)
-
-
-@cache
-def all_keys() -> dict[str, Key]:
-    """Every key by its name, in order."""
-    found = {}
-    for one in dataclasses.fields(Values):
-        kind, _, none = str(one.type).partition(" | ")
-        found[one.name] = Key(one.name, kind=kind, optional=bool(none), default=one.default, **one.metadata)
-    return found

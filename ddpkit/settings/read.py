@@ -1,41 +1,27 @@
-"""Reads a configuration from mappings and YAML files, and gathers everything in them that cannot be read.
+"""Reads a configuration from mappings and YAML files, and collects everything that is wrong with them.
 
-`training.py` holds the keys, `words.py` reads them from a command line, `check.py` judges what was read.
+`keys.py` lists the keys, `words.py` reads them from a command line, `check.py` judges what was read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Other names for a key, as they are met in guides and scripts.
-ALIASES = {
-    "use_mixed_precision": "use_amp",
-    "accumulation_steps": "gradient_accumulation_steps",
-    "epochs": "num_epochs",
-    "workers": "num_workers",
-    "lr": "learning_rate",
-}
-# Sections of other layouts: what their entries are called here.
-OTHER_SECTIONS = {
-    "scheduler": {"type": "scheduler", "warmup_steps": "warmup_steps"},
-    "fsdp": {"use_mixed_precision": "use_amp"},
-}
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 YES, NO, NOTHING = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "")
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a configuration: its type, its default, what it says, and the values it may have.
+    """One key of a configuration: its type, its default, what it means, and the values it may have.
 
-    `kind` is int, float, bool or str; `optional` ones may be None. `least` is allowed, `above` and `below` are not.
-    `same`: a training that is resumed must have the same value.
+    `kind` is int, float, bool or str; an `optional` key may be None. `least` is allowed, `above` and `below` are not.
+    `same`: a resumed job must have the same value.
     """
 
     name: str
@@ -53,16 +39,16 @@ class Key:
 
     @property
     def path(self) -> str:
-        """Section and name, as messages give them."""
+        """`training.batch_size`, as messages name it."""
         return f"{self.section}.{self.name}"
 
     @property
     def option(self) -> str:
-        """How it is written on a command line."""
+        """`--batch-size`."""
         return "--" + self.name.replace("_", "-")
 
     def read(self, value: Any) -> Any:
-        """`value` in this key's type; a text may hold it, as YAML 1.1 takes 1e-4 for one. What it cannot be, it stays."""
+        """`value` in this key's type, or unchanged where it does not fit. YAML 1.1 reads 1e-4 as text, so text is parsed."""
         text = value.strip().lower() if isinstance(value, str) else None
         if self.optional and (value is None or text in NOTHING):
             return None
@@ -73,7 +59,7 @@ class Key:
         return _number(value, whole=self.kind == "int")
 
     def fault(self, value: Any) -> str:
-        """The sentence that says why `value` cannot be, "" where it can."""
+        """Why `value` is not allowed, in one sentence; "" where it is."""
         if value is None and self.optional:
             return ""
         if self.choices and value not in self.choices:
@@ -92,14 +78,14 @@ class Key:
 
 
 def shown(value: Any) -> str:
-    """A value as messages quote it, in YAML's words."""
+    """A value as messages quote it: `true`, `'many'`, `3`."""
     if value is None or isinstance(value, bool):
         return {None: "nothing", True: "true", False: "false"}[value]
     return repr(value)
 
 
 def near(name: str, names: Sequence[str]) -> str:
-    """The end of a sentence that suggests what may have been meant."""
+    """The end of a sentence that suggests the nearest of `names`; "" where none is near."""
     found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
 
@@ -112,12 +98,9 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _number(value: Any, whole: bool) -> Any:
-    """`value` as the number that it is or that a text holds; 1e3 is a whole number too. Anything else stays as it is."""
+    """The number that `value` is or spells out (1e3 is a whole number too); anything else stays as it is."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return value
-    if whole and not isinstance(value, float):
-        with contextlib.suppress(ValueError):
-            return int(value)
     try:
         number = float(value)
     except (ValueError, OverflowError):
@@ -128,9 +111,9 @@ def _number(value: Any, whole: bool) -> Any:
 
 
 class Reading:
-    """What was read so far: `values` by key, `faults` as sentences, `unread` keys that were given and could not be read.
+    """What was read so far: `values` by key, `faults` as sentences, `unread` the keys whose value does not fit.
 
-    What is read later replaces what was read before: a file first, then the command line.
+    Later values replace earlier ones, so read the file first and then the command line.
     """
 
     def __init__(self, keys: Mapping[str, Key]) -> None:
@@ -139,37 +122,29 @@ class Reading:
         self.values: dict[str, Any] = {}
         self.faults: list[str] = []
         self.unread: set[str] = set()
-        self._said: dict[str, str] = {}
 
     def mapping(self, given: Any) -> None:
-        """Take keys with values, in sections or without."""
-        self._said = {}
+        """Read keys with values, in sections or without."""
         if not isinstance(given, Mapping):
             self.faults.append(f"a configuration is keys with values, and this is a {type(given).__name__}")
         else:
             self._entries(given, "")
 
     def file(self, path: Path) -> None:
-        """Take a YAML file."""
+        """Read a YAML file."""
         try:
-            given, twice = _yaml(path)
+            self.mapping(_yaml(path))
         except ValueError as error:
             self.faults.append(str(error))
-            return
-        self.faults += [f"{path.name}: {name} stands there twice; keep one" for name in twice]
-        self.mapping(given)
 
-    def take(self, name: str, value: Any, said: str = "") -> None:
-        """Take `value` for the key `name`, which was written as `said`."""
-        key = self.keys[name]
+    def take(self, key: Key, value: Any) -> None:
+        """Store `value` for `key`, or what is wrong with it."""
         found = key.read(value)
         if fault := key.fault(found):
             self.faults.append(fault)
-            self.unread.add(name)
-            return
-        self.values[name] = found
-        if said and (before := self._said.setdefault(name, said)) != said:
-            self.faults.append(f"{name} is given twice, as {before} and as {said}; keep one")
+            self.unread.add(key.name)
+        else:
+            self.values[key.name] = found
 
     def _entries(self, given: Mapping[Any, Any], section: str) -> None:
         for name, value in given.items():
@@ -178,40 +153,27 @@ class Reading:
                 self._section(str(name), value, said)
             elif value is None and not section and name in self.sections:
                 continue  # a section with nothing in it
-            elif (key := self.keys.get(_known_as(section, name))) is None:
-                self._unknown(said, str(name), section)
-            elif section in self.sections and section != key.section:
+            elif (key := self.keys.get(name)) is None:
+                self.faults.append(f"there is no key {said}{near(str(name), tuple(self.keys))}")
+            elif section and section != key.section:
                 self.faults.append(f"{said} belongs in the section {key.section}")
             else:
-                self.take(key.name, value, said)
+                self.take(key, value)
 
     def _section(self, name: str, value: Mapping[Any, Any], said: str) -> None:
-        known = (*self.sections, *OTHER_SECTIONS)
-        if name in known:
+        if name in self.sections:
             self._entries(value, name)
         elif name in self.keys:
             self.faults.append(f"{self.keys[name].path} takes {KINDS[self.keys[name].kind]}, and a section is given")
         else:
-            self.faults.append(f"there is no section {said}{near(name, known)}")
-
-    def _unknown(self, said: str, name: str, section: str) -> None:
-        if section in OTHER_SECTIONS:
-            self.faults.append(f"there is no key {said}; that section takes {' and '.join(OTHER_SECTIONS[section])}")
-        else:
-            self.faults.append(f"there is no key {said}{near(name, (*self.keys, *ALIASES))}")
+            self.faults.append(f"there is no section {said}{near(name, self.sections)}")
 
 
-def _known_as(section: str, name: Any) -> Any:
-    if section in OTHER_SECTIONS:
-        return OTHER_SECTIONS[section].get(name)
-    return ALIASES.get(name, name)
-
-
-def _yaml(path: Path) -> tuple[Mapping[Any, Any], list[str]]:
-    """What the file holds, and the keys that stand twice in one of its mappings, of which YAML keeps the last.
+def _yaml(path: Path) -> Mapping[Any, Any]:
+    """What the file holds.
 
     Raises:
-        ValueError: it is not there, cannot be read, or holds no keys; the message is the whole sentence.
+        ValueError: it does not exist, cannot be read, or holds no keys; the message is the whole sentence.
     """
     import yaml
 
@@ -220,8 +182,7 @@ def _yaml(path: Path) -> tuple[Mapping[Any, Any], list[str]]:
         found = f"{path} is a folder" if path.is_dir() else f"there is no file {path} in {Path.cwd()}"
         raise ValueError(f"{found}{near(path.name, others) or '; give the path of a YAML file'}")
     try:
-        text = path.read_text(encoding="utf-8")
-        tree, given = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -230,20 +191,10 @@ def _yaml(path: Path) -> tuple[Mapping[Any, Any], list[str]]:
         raise ValueError(f"{path.name} holds nothing; write keys such as batch_size: 32, or leave the file out")
     if not isinstance(given, Mapping):
         raise ValueError(f"{path.name} holds a {type(given).__name__}; write keys such as batch_size: 32")
-    return given, list(_twice(tree))
+    return given
 
 
 def _words(error: Exception) -> str:
-    """What YAML's reader says, on one line."""
+    """What the YAML reader complains about, on one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else " ".join(str(error).split())
-
-
-def _twice(node: Any) -> Iterator[str]:
-    import yaml
-
-    if isinstance(node, yaml.MappingNode):
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        yield from dict.fromkeys(name for name in names if names.count(name) > 1)
-        for _, value in node.value:
-            yield from _twice(value)

@@ -1,4 +1,4 @@
-"""A configuration as the words of a command line: read, written, and explained. `read.py` reads the values."""
+"""A configuration as command-line options: reads them, writes them, lists them all."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .read import ALIASES, NO, YES, Key, Reading, near
+from .read import NO, YES, Key, Reading, near
 
 FILE = Key("config", "", "str", False, "", "a YAML file, read before the options")
 
 
 def read_words(reading: Reading, argv: Sequence[str], others: Sequence[str] = ()) -> None:
-    """Take `--key value`, `--key=value`, `--switch` and `--no-switch`; a file named by `--config` comes before the options.
+    """Read `--key value`, `--key=value`, `--switch` and `--no-switch`. A file named by `--config` is read first.
 
-    `others`: options that are read elsewhere, and may have been meant.
+    `others`: options that are read elsewhere; a message about a misspelt one may suggest them.
     """
     given = list(_options(reading, argv, others))
     for key, value in given:
@@ -23,7 +23,7 @@ def read_words(reading: Reading, argv: Sequence[str], others: Sequence[str] = ()
             reading.file(Path(value).expanduser())
     for key, value in given:
         if key is not FILE:
-            reading.take(key.name, value)
+            reading.take(key, value)
 
 
 def _options(reading: Reading, argv: Sequence[str], others: Sequence[str]) -> Iterator[tuple[Key, Any]]:
@@ -48,14 +48,17 @@ def _options(reading: Reading, argv: Sequence[str], others: Sequence[str]) -> It
 
 
 def _spellings(keys: Mapping[str, Key]) -> dict[str, tuple[Key, bool]]:
-    """Every option with its key, and whether it switches that off."""
-    found = {key.option: (key, False) for key in (*keys.values(), FILE)}
-    found |= {"--" + alias.replace("_", "-"): (keys[name], False) for alias, name in ALIASES.items()}
-    return found | {f"--no-{o[2:]}": (key, True) for o, (key, _) in found.items() if key.kind == "bool"}
+    """Each option with its key, and whether the option switches it off."""
+    found = {}
+    for key in (*keys.values(), FILE):
+        found[key.option] = key, False
+        if key.kind == "bool":
+            found[f"--no-{key.option[2:]}"] = key, True
+    return found
 
 
 def written(keys: Mapping[str, Key], values: Mapping[str, Any]) -> list[str]:
-    """The words that say which `values` differ from the defaults."""
+    """The options that give `values`: only what differs from the defaults."""
     words: list[str] = []
     for name, key in keys.items():
         value = values[name]
@@ -70,7 +73,7 @@ def written(keys: Mapping[str, Key], values: Mapping[str, Any]) -> list[str]:
 
 
 def explained(keys: Mapping[str, Key]) -> str:
-    """Every key by section, with its default."""
+    """Every key with its default, by section."""
     lines = [
         "Every key is an option here and a key in a YAML file (--config FILE), there in its section or without one."
     ]

@@ -1,9 +1,8 @@
-"""Which telling lines of a log may be the cause, and how near each stands to the failure itself."""
+"""Which lines of a log may be the cause of its failure, and how near each is to the failure itself."""
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,27 +10,25 @@ from dataclasses import dataclass, field
 from ddpkit.diagnosis.pages import Page, Signature, page, pages
 
 from .lines import Line
-from .scan import AFTERMATH, Hit, Scan
+from .scan import Hit, Scan
 from .tracebacks import Raised
 
-# How near the failure itself a line stands; the smallest wins, then the earliest. A kernel or a scheduler that says why; an
-# exception that does; a printed line that does; an exception that only says where; a death; the loss of another; a summary.
-# What stands beside a failure is never the cause.
+# How near a line is to the failure itself; the smallest wins, then the earliest. A kernel or a scheduler says why; an exception
+# does; a printed line does; an exception only says where; a process dies; it loses another; a summary. Lines "beside" a failure
+# are never the cause.
 TOLD_BY_THE_SYSTEM, SAYS_WHY, PRINTED_WHY, RAISED, DIED, LOST_ANOTHER, SUMMARY, BESIDE = range(8)
 
-# In a log that tells of failures all along: so many lines after one it was not the one that ended the job.
-LONG_AFTER = 2_000
-# Who ends a job ends its ranks: what comes after is a consequence.
+# Whoever ends a job ends its ranks: what comes after is a consequence.
 ENDS_ALL = frozenset({"ended_from_outside", "time_limit"})
-# What these say is about another rank than the one that says it.
+# These tell of another rank than the one that writes them.
 OF_ANOTHER = frozenset(
     "collective_timeout peer_lost missing_rank_at_init wrong_address skipped_collective uneven_inputs".split()
 )
-# These compare two ranks, and find a rank that failed before to differ.
+# These compare ranks, and also differ where one has failed before.
 COMPARES = frozenset({"shapes_differ_between_ranks", "collective_mismatch"})
 SENT_BY_LAUNCHER = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 
-# These pass on what another process raised, or how it ended.
+# These report what another process raised, or how it ended.
 _WRAPPERS = set(
     "SystemExit SignalException RayTaskError TrainingFailedError WorkerGroupError RayActorError ActorDiedError TuneError "
     "WorkerCrashedError ExecuteUserScriptError UserCodeError RendezvousGracefulExitError UnexpectedStatusException "
@@ -53,7 +50,7 @@ _ALARM = re.compile(
 
 @dataclass(frozen=True)
 class Cause:
-    """A line that may be the cause. `page` is None where only an end is told and nothing of it."""
+    """A line that may be the cause. `page` is None where it only says that something ended."""
 
     nearness: int
     order: int
@@ -65,7 +62,7 @@ class Cause:
 
     @property
     def weight(self) -> tuple[int, int, int]:
-        """The smaller, the likelier: nearness, then time, then how specific."""
+        """Nearness, then time, then how specific: the smallest is the likeliest."""
         return self.nearness, self.order, 2 if not self.signature.text else int(self.signature.general)
 
 
@@ -74,7 +71,7 @@ def causes(found: Scan) -> list[Cause]:
     over = _first(found, lambda hit: hit.page.name in ENDS_ALL and not hit.signature.consequence)
     matched = list(_matched(found, over))
     named = {(c.line.file, c.line.number) for c in matched}
-    raised = [c for c in _raised(found, over) if (c.line.file, c.line.number) not in named]
+    raised = [c for c in _raised(found) if (c.line.file, c.line.number) not in named]
     return sorted([*matched, *raised, *_ended(found, over is not None)], key=lambda c: c.weight)
 
 
@@ -83,7 +80,7 @@ def _first(found: Scan, like: Callable[[Hit], bool]) -> int | None:
 
 
 def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
-    """Lines that a signature of the catalog matches."""
+    """The lines that a signature of the catalog matches."""
     elastic = _under_torchrun(found)
     failed = bool(found.raised) or any(end.exitcode for _, end in found.ends)
     known = {hit.order for hit in found.hits}
@@ -94,7 +91,7 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
         if hit.page.name == "nan_loss" and hit.signature.where == "log":
             if not _at_the_end(found, hit):
                 continue
-        elif hit.page.name != "time_limit" and not hit.signature.beside and went_on(found, hit.order, hit.line):
+        elif not hit.signature.beside and found.went_on(hit.order, hit.line):
             continue
         if not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not _alarms(hit.line.text):
             continue
@@ -106,17 +103,15 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
             nearness = max(nearness, LOST_ANOTHER)
         if own is not None and own < hit.order and hit.page.name in OF_ANOTHER | COMPARES:
             nearness = max(nearness, LOST_ANOTHER)
-        # Under torchrun a scheduler's task is a whole agent.
+        # Under torchrun a task of the scheduler is an agent, not a rank.
         rank = None if elastic and hit.signature.where == "log" and hit.line.rank is None else hit.rank
         yield Cause(nearness, hit.order, hit.page, hit.line, rank, signature=hit.signature)
 
 
 def _is_own(found: Scan, order: int, raised: Raised) -> bool:
-    """Whether it is an exception of the process itself, and not passed on for another."""
-    passed = (
-        raised.type in _OF_LAUNCHERS | _WRAPPERS | _BY_ANOTHER or raised.type.endswith("Warning") or _passed_on(raised)
-    )
-    return not passed and not went_on(found, order, raised.line)
+    """Whether the process itself raised it, and did not go on."""
+    reported = raised.type in _OF_LAUNCHERS | _WRAPPERS | _BY_ANOTHER or raised.type.endswith("Warning")
+    return not reported and not found.went_on(order, raised.line)
 
 
 def _nearness(hit: Hit) -> int:
@@ -133,36 +128,35 @@ def _nearness(hit: Hit) -> int:
     return SAYS_WHY if hit.raised else PRINTED_WHY
 
 
-def _raised(found: Scan, over: int | None) -> Iterator[Cause]:
-    """Exceptions of which the catalog knows nothing."""
+def _raised(found: Scan) -> Iterator[Cause]:
+    """The exceptions, as if the catalog knew none of them."""
     for order, raised in found.raised:
-        if raised.type.endswith("Warning") or went_on(found, order, raised.line):
+        if raised.type.endswith("Warning") or found.went_on(order, raised.line):
             continue
         line, rank = raised.line, raised.line.rank
-        if raised.type in _OF_LAUNCHERS or _passed_on(raised):
+        if raised.type in _OF_LAUNCHERS:
             yield Cause(SUMMARY, order, page("summary_only"), line, rank)
         elif raised.type in _WRAPPERS:
             yield Cause(SUMMARY, order, None, line, rank)
         else:
-            late = over is not None and order > over
-            nearness = LOST_ANOTHER if late else DIED if raised.type in _BY_ANOTHER else RAISED
+            nearness = DIED if raised.type in _BY_ANOTHER else RAISED
             yield Cause(nearness, order, page("own_exception"), line, rank, raised)
 
 
 def _ended(found: Scan, over: bool) -> Iterator[Cause]:
-    """Ends of processes: a signal, or an exit code of a rank that said nothing else."""
+    """The ends of processes: by a signal, or with the exit code of a rank that said nothing else."""
     by_signal = {s.signal: p for p in pages() for s in p.signatures if s.signal}
     spoke = {raised.line.rank for _, raised in found.raised} | {h.rank for h in found.hits if not h.signature.beside}
     elastic = _under_torchrun(found)
     for order, end in found.ends:
-        if went_on(found, order, end.line):
+        if found.went_on(order, end.line):
             continue
         rank = end.rank if end.by_torchrun or not elastic else None
         first = end.by_torchrun and not end.listed
         if end.signal in SENT_BY_LAUNCHER and (over or not first):
             yield Cause(SUMMARY, order, page("ended_from_outside"), end.line, rank)
         elif end.signal in by_signal:
-            # Who finds a peer gone may abort itself.
+            # A rank whose peer is gone may abort.
             nearness = LOST_ANOTHER if end.signal == "SIGABRT" else DIED
             yield Cause(nearness, order, by_signal[end.signal], end.line, rank)
         elif first and end.rank is not None and end.rank not in spoke and (spoke - {None} or end.exitcode > 2):
@@ -176,8 +170,8 @@ def _under_torchrun(found: Scan) -> bool:
 
 
 def left_early(found: Scan, possible: list[Cause]) -> Cause | None:
-    """The line in which one rank says that it is done, once more than the others, who then wait in vain for it."""
-    # Once a process has ended, its launcher says the same of itself.
+    """The line in which one rank says that it is done, and says so more often than the others, which wait for it."""
+    # Once a process has ended, its launcher says that it is done, too.
     ended = min((at for at, _ in found.ends), default=None)
     waited = {c.rank for c in possible if c.nearness == LOST_ANOTHER and (ended is None or c.order < ended)}
     done = [c for c in possible if c.page is page("early_exit") and c.rank is not None]
@@ -187,32 +181,11 @@ def left_early(found: Scan, possible: list[Cause]) -> Cause | None:
     return max((c for c in done if c.rank == often[0][0]), key=lambda c: c.order)
 
 
-def went_on(found: Scan, order: int, line: Line) -> bool:
-    """Whether the job made progress, or came to its end, after that line: then it was not what ended it."""
-    if found.noisy.get(line.file, 0) - line.number > LONG_AFTER:
-        return True
-    furthest: dict[str, list[tuple[int, ...]]] = {}
-    begin = bisect_right(found.progress, order, key=lambda each: each[0])
-    for _, later, kind, number in found.progress[begin : begin + AFTERMATH]:
-        if later.file == line.file:
-            reached = furthest.setdefault(kind, [number])
-            if number > reached[-1]:
-                reached.append(number)
-    if any(len(reached) > 2 for reached in furthest.values()):
-        return True
-    return found.completed.get(line.file, -1) > max(order, found.last_end)
-
-
 def _at_the_end(found: Scan, hit: Hit) -> bool:
-    """Whether the last lines of the log still say so."""
+    """Whether the last lines of the log still match."""
     return any(hit.signature.pattern.search(line.text) for line in found.tail.get(hit.line.file, ()))
 
 
 def _alarms(text: str) -> bool:
     """Whether a printed line speaks of an error rather than warns."""
     return not _WARNS.search(text) and not _DEALT_WITH.search(text) and bool(_ALARM.search(text))
-
-
-def _passed_on(raised: Raised) -> bool:
-    """Whether `torch.multiprocessing.spawn` raised it for one of its processes."""
-    return bool(raised.frames) and raised.frames[-1].file.replace("\\", "/").endswith("torch/multiprocessing/spawn.py")

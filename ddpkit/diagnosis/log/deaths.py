@@ -1,4 +1,4 @@
-"""How a log tells that processes ended: torchrun's summary, exit codes and signals, in the words of launchers and shells."""
+"""How a log tells that processes ended: torchrun's summary, and the exit codes and signals that launchers and shells print."""
 
 from __future__ import annotations
 
@@ -7,81 +7,12 @@ import signal
 from dataclasses import dataclass, replace
 
 from .lines import Line
-
-# Words of which one stands in every line that is read here, in lower case (of ASCII).
-WORDS = (
-    "已杀死",
-    "段错误",
-    "总线错误",
-    "已放弃",
-    "getötet",
-    "speicherzugriffsfehler",
-    "processus arrêté",
-    "erreur de segmentation",
-    "exitcode",
-    "exit code",
-    "exit status",
-    "return code",
-    "returncode",
-    "signal",
-    "sigkill",
-    "sigterm",
-    "sigsegv",
-    "sigabrt",
-    "sigbus",
-    "sigfpe",
-    "killed",
-    "core dumped",
-    "segmentation fault",
-    "bus error",
-    "(local_rank: ",
-    "root cause",
-    "failures:",
-    "aborted",
-    "make: ***",
-    "exiting process",
-    "terminated with code",
-    "forcefully terminating all other",
-    "job failed",
-    "closing signal",
-    "is failed because",
-    "error: failed to run",
-    "backofflimitexceeded",
-)
+from .literals import required
 
 _RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _EXITCODE = re.compile(r"^\s*exitcode\s*: (-?\d+)\b(?: \(pid: (\d+)\))?")
 _SECTION = re.compile(r"^\s*(Root Cause|Failures|Other Failures)\b.*:")
 _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\)(?: local_rank: (\d+) \(pid: (\d+)\))?")
-_SIGNALS = tuple(
-    re.compile(p)
-    for p in (
-        r"Signal (?P<number>\d+) \(SIG\w+\) received by PID",
-        r"died with <Signals\.(?P<name>SIG\w+): \d+>",
-        r"(?:terminated with|killed by|terminated by|received) signal:? (?P<name>SIG(?!TERM)\w+)\b",
-        r"(?:exit(?:ed|s|ing)?|return(?:ed)?|finished)\b.{0,40}?(?:code|status)\W{0,4}-(?P<number>\d{1,2})\b",
-        r"(?:exit(?:ed|s|ing)?|return(?:ed)?|finished|exitCode)\b.{0,40}?(?:code|status|exitCode)\W{0,4}(?P<shell>129|13\d|143)\b",
-        r"Fatal Python error: (?P<words>Segmentation fault|Bus error|Aborted|Illegal instruction|Floating point exception)",
-        r"Signal: (?P<words>Segmentation fault|Bus error|Aborted|Illegal instruction|Floating point exception) \(\d+\)",
-        r"(?:^|[:\d]\s+|: )(?P<words>Segmentation fault|Bus error|Aborted|Killed|Illegal instruction|Floating point exception)"
-        r"(?: *\(core dumped\)|\s*$|\s{2,}\S|\s+(?:python|torchrun|accelerate|deepspeed|bash|nohup|CUDA_))",
-        r"(?:crashed with|terminated with|died from|killed by) (?:exit code -|signal )(?P<number>\d{1,2})\b",
-        r"terminated with code -(?P<number>\d{1,2})\b",
-        r"exited on signal \d+ \((?P<words>Segmentation fault|Bus error|Aborted|Killed)",
-        r"task \d+: (?P<words>Segmentation fault|Bus error|Aborted|Killed|Illegal instruction)",
-    )
-)
-# What a shell says in the languages of many clusters.
-_ABROAD = {
-    "已杀死": "SIGKILL",
-    "段错误": "SIGSEGV",
-    "总线错误": "SIGBUS",
-    "已放弃": "SIGABRT",
-    "Getötet": "SIGKILL",
-    "Speicherzugriffsfehler": "SIGSEGV",
-    "Processus arrêté": "SIGKILL",
-    "Erreur de segmentation": "SIGSEGV",
-}
 _NAMES = {
     "Segmentation fault": "SIGSEGV",
     "Bus error": "SIGBUS",
@@ -90,18 +21,32 @@ _NAMES = {
     "Illegal instruction": "SIGILL",
     "Floating point exception": "SIGFPE",
 }
-_CODE = re.compile(
-    r"(?:exit(?:ed|s|ing)?|return(?:ed)?|finished|exitCode)\b[^\n]{0,60}?(?:code|status|exitCode)\W{0,4}(?P<code>\d{1,3})\b"
-    r"|returned non-zero exit status (?P<status>\d+)|^make: \*\*\* .* Error (?P<made>\d+)|^ExitCode (?P<of_script>\d+)"
-    r"|terminated with code (?P<terminated>\d+)|Received (?P<received>\d+) from exiting process"
-    r"|failed with exit ?code:? (?P<failed>\d+)"
+_DEATH = f"(?P<words>{'|'.join(_NAMES)})"
+_ENDS = r"(?:exit(?:ed|s|ing)?|return(?:ed)?|finished|terminated|crashed)\b"
+_SIGNALS = tuple(
+    re.compile(p)
+    for p in (
+        r"Signal (?P<number>\d+) \(SIG\w+\) received by PID",
+        r"died with <Signals\.(?P<name>SIG\w+): \d+>",
+        r"(?:terminated with|killed by|terminated by|received) signal:? (?P<name>SIG(?!TERM)\w+)\b",
+        r"(?:terminated with|killed by|died from) signal (?P<number>\d{1,2})\b",
+        rf"{_ENDS}.{{0,40}}?(?:code|status)\W{{0,4}}-(?P<number>\d{{1,2}})\b",
+        rf"{_ENDS}.{{0,40}}?(?:code|status|exitCode)\W{{0,4}}(?P<shell>129|13\d|143)\b",
+        rf"(?:Fatal Python error: |Signal: |exited on signal \d+ \(|task \d+: ){_DEATH}",
+        rf"(?:^|[:\d]\s+|: ){_DEATH}"
+        r"(?: *\(core dumped\)|\s*$|\s{2,}\S|\s+(?:python|torchrun|accelerate|deepspeed|bash|nohup|CUDA_))",
+    )
 )
+_CODE = re.compile(rf"{_ENDS}[^\n]{{0,60}}?(?:code|status|exitCode)\W{{0,4}}(\d{{1,3}})\b")
 _JOB_FAILED = re.compile(
-    r"\b[Jj]ob (?:has )?failed\b(?!.* to )|Job \S+ is failed because|BackoffLimitExceeded|^Error: failed to run "
-    r"|Sending process \d+ closing signal SIG"
+    r"\b[Jj]ob (?:has )?failed\b(?!.* to )|BackoffLimitExceeded|Sending process \d+ closing signal SIG"
 )
 _OF_COMMAND = re.compile(r"--local[-_]rank[=', ]+(\d+)")
 _TASK = re.compile(r"(?i)\b(?:task|local_rank|rank):? (\d+)\b|\bprocess (\d+) terminated with\b")
+
+_ALL = (_RANK, _EXITCODE, _SECTION, _FAILED, _CODE, _JOB_FAILED, *_SIGNALS)
+# Every line that is read here holds one of these words, in lower case.
+WORDS = frozenset(word for pattern in _ALL for word in required(pattern))
 
 
 @dataclass(frozen=True)
@@ -128,11 +73,9 @@ class Deaths:
         self.rank: int | None = None
         """The rank of which torchrun's summary is telling."""
         self._section = ""
-        # Lightning kills the other ranks by SIGKILL, after it has said so.
-        self._forceful = False
 
     def feed(self, line: Line) -> End | None:
-        """Take a line in which one of `WORDS` stands; the end that it tells of."""
+        """The end that a line tells of, which holds one of `WORDS`."""
         text = line.text
         if section := _SECTION.match(text):
             self._section, self.rank = section[1], None
@@ -150,50 +93,32 @@ class Deaths:
 
     def _printed(self, line: Line) -> End | None:
         """An end in the words of shells, schedulers and launchers other than torchrun."""
-        text = line.text
-        if self._forceful and text.strip() == "Killed":
-            return None
-        self._forceful = self._forceful or "Forcefully terminating all other" in text
-        if name := signal_in(text):
+        if name := _signal_in(line.text):
             return End(line, _rank_in(line), -1, name)
-        if _JOB_FAILED.search(text):
+        if _JOB_FAILED.search(line.text):
             return _end(line, None, 1)
-        if code := _CODE.search(text):
-            return _end(line, _rank_in(line), int(next(filter(None, code.groups()))))
-        return None
+        code = _CODE.search(line.text)
+        return _end(line, _rank_in(line), int(code[1])) if code and int(code[1]) else None
 
 
-def _end(
-    line: Line,
-    rank: int | None,
-    code: int,
-    pid: str | None = None,
-    root: bool = False,
-    listed: bool = False,
-    by_torchrun: bool = False,
-) -> End:
-    return End(line, rank, code, _signal_name(-code) if code < 0 else "", root, listed, by_torchrun, pid or "")
+def _end(line: Line, rank: int | None, code: int, pid: str | None = None, **told: bool) -> End:
+    return End(line, rank, code, _signal_name(-code) if code < 0 else "", pid=pid or "", **told)
 
 
 def with_ranks(ends: list[tuple[int, End]]) -> list[tuple[int, End]]:
-    """The ends, where torchrun gave a local rank first with the rank that its summary gives to the same process."""
+    """The ends with the ranks of torchrun's summary, also where torchrun named a process by its local rank first."""
     ranks = {end.pid: end.rank for _, end in ends if end.listed and end.pid}
     return [(at, replace(end, rank=ranks.get(end.pid, end.rank))) for at, end in ends]
 
 
-def signal_in(text: str) -> str:
-    """The signal that `text` says a process died of, "" for none."""
-    for words, name in _ABROAD.items():
-        if words in text:
-            return name
+def _signal_in(text: str) -> str:
+    """The signal that a process died of, as `text` says; "" for none."""
     for pattern in _SIGNALS:
         if found := pattern.search(text):
-            told = found.groupdict()
-            if told.get("words"):
-                return _NAMES[told["words"]]
-            if told.get("name"):
-                return str(told["name"])
-            return _signal_name(int(told["number"]) if told.get("number") else int(told["shell"]) - 128)
+            kind, told = next((kind, told) for kind, told in found.groupdict().items() if told)
+            if kind == "words":
+                return _NAMES[told]
+            return told if kind == "name" else _signal_name(int(told) - (128 if kind == "shell" else 0))
     return ""
 
 

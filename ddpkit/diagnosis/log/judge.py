@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpkit.diagnosis.evidence import Evidence
 from ddpkit.diagnosis.pages import page
-from ddpkit.diagnosis.run import HEALTHY, UNKNOWN, Confidence, Diagnosis, Evidence
+from ddpkit.diagnosis.run import HEALTHY, UNKNOWN, Confidence, Diagnosis
 from ddpkit.errors import LogError
 from ddpkit.run import Run
 from ddpkit.runfolder import wire
@@ -34,7 +34,6 @@ from .lines import Line, Source, sources
 from .scan import Scan, scan
 
 MOST_EVIDENCE = 64
-_FRAME_OF_C = re.compile(r"frame #\d+: .*\(0x[0-9a-f]+ in ")
 _EVERY_LOG = (
     "The other ranks' logs. `torchrun -r 3 -t 3 --log-dir logs` keeps one for each; then `ddpkit diagnose logs`."
 )
@@ -46,7 +45,7 @@ _WHOM_IT_WAITED_FOR = (
 
 @dataclass(frozen=True)
 class Found(Evidence):
-    """A line of a log: `file` as it was named, `line` its number there."""
+    """A line of a log: `file` as the user named it, and the number of the `line` there."""
 
     @property
     def said(self) -> str:
@@ -56,17 +55,17 @@ class Found(Evidence):
 
 
 def diagnose(*what: Run | str | Path) -> Diagnosis:
-    """What went wrong, as a run or a log tells it: the failure, the rank, the lines that say it, what only followed.
+    """What went wrong, by a run or by logs: the failure, the rank, the lines that say it, what only followed.
 
     Args:
         what: a `Run`; or logs: paths of files, patterns such as `logs/*.err`, folders (of a run, or torchrun's `--log-dir`),
-            `-` for standard input; or the text of a log itself, of more than one line. Several are read as one job's.
+            `-` for standard input; or the text of a log, of more than one line. Several logs count as one job's.
 
     Returns:
-        A diagnosis; its `name` is "healthy" where nothing tells of a failure, "unknown" where one is told without its cause.
+        A diagnosis; its `name` is "healthy" where no line tells of a failure, "unknown" where lines tell of one, not of what.
 
     Raises:
-        LogError: one of them names nothing that can be read.
+        LogError: there is nothing to read, or it cannot be read.
     """
     if not what:
         raise LogError("diagnose: nothing was named. Give a run, a log's path, a folder, or the text of a log.")
@@ -76,7 +75,7 @@ def diagnose(*what: Run | str | Path) -> Diagnosis:
     for each in what:
         if not isinstance(each, (str, Path)):
             raise LogError(
-                f"diagnose: {each.name} is a run, and a run is diagnosed alone; here stand {len(what)} things."
+                f"diagnose: {each.name} is a run, and a run is diagnosed alone, but {len(what)} things were named. Name one."
             )
         text = isinstance(each, str) and "\n" in each
         logs += [Source("<text>", data=str(each).encode("utf-8", "replace"))] if text else sources([each])
@@ -84,7 +83,7 @@ def diagnose(*what: Run | str | Path) -> Diagnosis:
 
 
 def _run_of(what: Run | str | Path) -> Run | None:
-    """The run that is meant, by itself or by its folder."""
+    """The run that `what` is, or whose folder it names."""
     if not isinstance(what, (str, Path)):
         return what
     path = None if "\n" in str(what) else Path(what).expanduser()
@@ -108,26 +107,23 @@ def diagnosis_of(found: Scan) -> Diagnosis:
     if best.nearness == BESIDE:
         same = [best]
     rank = _culprit(best, same, found)
-    evidence = _shown(same)
     at = {(c.line.file, c.line.number) for c in same}
-    followed = [
-        c
-        for c in possible
-        if c.page
-        and c.page is not page("early_exit")
-        and c.nearness != SUMMARY
-        and (c.line.file, c.line.number) not in at
-    ]
+    unrelated = (None, page("early_exit"))
+    followed = []
+    for cause in possible:
+        told = (cause.line.file, cause.line.number) in at or cause.nearness == SUMMARY
+        if cause.page not in unrelated and not told:
+            followed.append(cause)
     confidence: Confidence = "certain" if best.nearness < DIED and best.nearness != PRINTED_WHY else "likely"
     collect = "" if best.nearness < LOST_ANOTHER else _EVERY_LOG
     if best.page.name == "collective_timeout":
         collect = _WHOM_IT_WAITED_FOR
-    sentence = _sentence(best, rank)
-    return Diagnosis(best.page.name, best.page.title, sentence, rank, evidence, _shown(followed), confidence, collect)
+    name, title, sentence = best.page.name, best.page.title, _sentence(best, rank)
+    return Diagnosis(name, title, sentence, rank, _shown(same), _shown(followed), confidence, collect)
 
 
 def _alike(cause: Cause, best: Cause) -> bool:
-    """Exceptions that the catalog does not know are the same failure where type and message are."""
+    """Whether both are one failure: exceptions that the catalog does not know need the same type and message."""
     if best.raised is None or cause.raised is None:
         return True
     return (cause.raised.type, cause.raised.message[:40]) == (best.raised.type, best.raised.message[:40])
@@ -140,11 +136,8 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
     if name in OF_ANOTHER:
         return best.rank if best.signature.names_rank else None
     ranks = tuple(sorted({c.rank for c in same if c.rank is not None}))
-    roots = {e.rank for _, e in found.ends if e.root and e.rank is not None}
-    if best.nearness == DIED and best.raised is None and len(roots) == 1:
-        return roots.pop()
     world = found.ranks | {e.rank for _, e in found.ends if e.listed and e.rank is not None}
-    # One is the odd one where it alone, of three or more, says so.
+    # A rank is the odd one only where it alone, of three or more, says so.
     if name in COMPARES and (len(ranks) != 1 or len(world) < 3):
         return None
     if not ranks or best.nearness == SUMMARY:
@@ -155,8 +148,8 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
 
 
 def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:
-    """Who said it `times`, where no line tells its rank: the ranks that torchrun lists, where it was said as often; else the
-    one that torchrun calls the first that failed, or the only one that is said to have ended by itself."""
+    """The rank of lines that name none: the ranks in torchrun's summary, if there are as many as lines; else the one that it
+    calls the first to fail, or the only one that ended by itself."""
     told = [e for _, e in found.ends if e.exitcode and e.rank is not None and e.signal not in SENT_BY_LAUNCHER]
     listed = sorted({e.rank for _, e in found.ends if e.listed and e.rank is not None})
     if times > 1 and listed and TOLD_BY_THE_SYSTEM < best.nearness < SUMMARY:
@@ -164,24 +157,20 @@ def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:
             return None
         return "every rank" if listed == list(range(len(listed))) else tuple(listed)
     if best.nearness == TOLD_BY_THE_SYSTEM:
-        # Under torchrun a scheduler's task is a whole agent, and a kernel knows no ranks.
+        # Under torchrun a task of the scheduler is an agent, not a rank, and a kernel knows no ranks.
         told = [e for e in told if e.by_torchrun]
     ranks = {e.rank for e in told if e.root} or {e.rank for e in told if not e.listed}
     return ranks.pop() if len(ranks) == 1 else None
 
 
 def _shown(several: Iterable[Cause]) -> tuple[Found, ...]:
-    """The first line of each rank; of those whose rank is not told, each that says something else."""
-    return tuple(_line(each) for each in _first_of_each(c.line for c in several))
-
-
-def _first_of_each(lines: Iterable[Line]) -> Iterator[Line]:
-    seen: set[tuple[int | None, str]] = set()
-    for line in lines:
-        key = line.rank, "" if line.rank is not None else line.text
-        if key not in seen and len(seen) < MOST_EVIDENCE:
-            seen.add(key)
-            yield line
+    """The first line of each rank, and every different line of unknown ranks."""
+    first: dict[tuple[int | None, str], Found] = {}
+    for cause in several:
+        line = cause.line
+        if len(first) < MOST_EVIDENCE:
+            first.setdefault((line.rank, "" if line.rank is not None else line.text), _line(line))
+    return tuple(first.values())
 
 
 def _sentence(best: Cause, rank: Culprit) -> str:
@@ -197,25 +186,20 @@ def _sentence(best: Cause, rank: Culprit) -> str:
 
 
 def _nothing(found: Scan) -> Diagnosis:
-    """Healthy, unless the log was left in the middle of something."""
+    """Healthy, unless the log ends in the middle of something."""
     for tail in found.tail.values():
         last = tail[-1] if tail else None
         if last and last.text.endswith("^C"):
             stopped = page("ended_from_outside")
             return Diagnosis(stopped.name, stopped.title, "", None, (_line(last),), (), "likely", "")
-        if last and _FRAME_OF_C.match(last.text):
-            return _cut_off(_line(last), "The log ends in the middle of a C++ stack.")
     if not found.lines:
         return Diagnosis(UNKNOWN, "There is nothing in this log.", "", None, (), (), "unknown", _EVERY_LOG)
     if not found.cut:
         return _healthy(f"Nothing in {found.lines} lines tells of a failure.")
     file, number = found.cut[-1]
     cut = Found(None, file, number, "Traceback (most recent call last), and its exception is cut off")
-    return _cut_off(cut, "The log ends in the middle of a traceback.")
-
-
-def _cut_off(line: Found, title: str) -> Diagnosis:
-    return Diagnosis(UNKNOWN, title, "", None, (line,), (), "unknown", f"The rest of this log. {_EVERY_LOG}")
+    title = "The log ends in the middle of a traceback."
+    return Diagnosis(UNKNOWN, title, "", None, (cut,), (), "unknown", f"The rest of this log. {_EVERY_LOG}")
 
 
 def _line(line: Line) -> Found:

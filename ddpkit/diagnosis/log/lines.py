@@ -1,8 +1,7 @@
-"""Lines of logs as people have them: from which file, which number, which rank, without what launchers put before them."""
+"""Lines of logs, whatever form they have: their file, number and rank, without what launchers put before them."""
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import json
 import re
@@ -17,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 from ddpkit.errors import LogError
 
 CHUNK_BYTES = 1 << 20
-# Enough to see how a file's lines begin.
+# Enough to see how the lines of a file begin.
 HEAD_BYTES = 1 << 16
 LONGEST_LINE = 20_000
 MOST_IN_JSON = 300
@@ -27,15 +26,14 @@ _ESCAPES = re.compile(
     r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[()][A-Z0-9]|[=>78cM])|\x08|\x07|[\u200b\ufeff]"
 )
 
-# What stands before a line, put there by a launcher or a collector of logs; `rank` where it is told, `key` what tells one
-# writer from another. Several may stand in a row.
+# What a launcher or a collector of logs puts before a line: `rank` where it names one, `key` what tells writers apart. A line
+# may have several.
 _PREFIXES = tuple(
     re.compile(p)
     for p in (
         # Kubernetes, docker, CRI; loggers; journald; the kernel.
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t]+(?:std(?:out|err) [FP] )?",
         r"[\[(]?\d{4}[-/]\d\d[-/]\d\d[ _]\d\d:\d\d:\d\d(?:[.,]\d+)?[\])]?:?[ \t]+(?!\d+ main\b)",
-        r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}(?:[ :]+|(?=\[))",
         r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]+ (?P<key>[\w./@-]+(?:\[\d+\])?): ",
         r"\[[ \d]{1,6}\d\.\d{6}\] ",
         # An error that torchrun logs; a warning keeps its letter.
@@ -45,41 +43,26 @@ _PREFIXES = tuple(
         r"\[(?P<rank>\d{1,4})\](?:<std(?:out|err)>: ?| (?=\[\d{4}-))",
         r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,algo-\d+)?\] ?<std(?:out|err)>: ?",
         r"\[[Rr][Aa][Nn][Kk][ :=]*(?P<rank>\d+)\]:? ?",
-        # Ray, SkyPilot, docker compose, kubectl --prefix, stern, DeepSpeed over pdsh.
+        # Ray, docker compose, kubectl --prefix, stern, DeepSpeed over pdsh.
         r"\((?P<key>[A-Za-z_][\w.<>]* ?(?:\([^)]*\) )?pid=\d+(?:, ip=[\d.]+)?)(?:, (?:world_)?rank=(?P<rank>\d+))?\) ",
-        r"\((?P<key>[\w.-]+), rank=(?P<rank>\d+), pid=\d+(?:, ip=[\d.]+)?\) ",
         r"(?P<key>[\w.-]+[-_]\d+) +\| ",
         r"\[(?P<key>pod/[\w./-]+|[a-z][\w.]*(?:-[\w.]+)*-(?:\d+|[a-z0-9]{5}))\] ",
-        r"container: (?P<key>[\w.-]+) \| ",
         r"(?P<key>(?:\d{1,3}\.){3}\d{1,3}|(?:worker|node|host|gpu|compute)[\w-]*\d): (?=\S|\s{2})",
     )
 )
 _LABELLED = re.compile(r"^ *(?P<rank>\d{1,4}): ?")
 _OF_TORCH = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\] ")
 _SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|(?:^|Error: )(?:Rank|rank|RANK) (\d+)[:,] ")
-_WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _RAY = re.compile(r"pid=(\d+)\) world_rank=(\d+)")
 _PID = re.compile(r"pid=(\d+)")
 # Where collectors of logs that write JSON put the line, what followed it, and the rank.
-_TEXTS = (
-    "log",
-    "message",
-    "msg",
-    "data",
-    "textPayload",
-    "text",
-    "MESSAGE",
-    "exc_info",
-    "exception",
-    "traceback",
-    "stack",
-)
+_TEXTS = "log message msg data textPayload text MESSAGE exc_info exception traceback stack".split()
 _RANKS = ("rank", "global_rank", "process_index")
 _OF_A_FILE = re.compile(r"rank[_.=-]?(\d+)(?!\d)|attempt_\d+/(\d+)/(?:std(?:out|err)\.log|error\.json)$")
 
 
 class Line(NamedTuple):
-    """A line of a log: `number` from 1 in `file`; `rank` that wrote it (None: not told); `key` is who wrote it; its `text`."""
+    """A line of a log: `number` counts from 1 in `file`, `rank` wrote it (None: unknown), `key` tells writers apart."""
 
     file: str
     number: int
@@ -90,14 +73,14 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A log to read: `name` as it is shown, `path` where it lies (None: `data` or, without any, standard input)."""
+    """A log to read: `name` as it is shown; its `path`, else its `data`, else standard input."""
 
     name: str
     path: Path | None = None
     data: bytes | None = None
 
     def open(self) -> BinaryIO:
-        """The log's bytes; what was packed by gzip is unpacked."""
+        """The log's bytes, unpacked if gzip packed them."""
         if self.data is not None:
             return BytesIO(self.data)
         if self.path is None:
@@ -108,7 +91,7 @@ class Source:
 
     @property
     def rank(self) -> int | None:
-        """The rank that the file's name tells, such as `train_rank3.log`, or torchrun's `attempt_0/3/stderr.log`."""
+        """The rank in the file's name: `train_rank3.log`, or torchrun's `attempt_0/3/stderr.log`."""
         found = _OF_A_FILE.search(self.name)
         return int(found[1] or found[2]) if found else None
 
@@ -134,9 +117,8 @@ def _named(asked: str) -> Iterator[Source]:
     if path.is_dir():
         inside = sorted({f for kind in KINDS for f in path.rglob(kind) if f.is_file()}, key=_natural)
         if not inside:
-            raise LogError(
-                f"diagnose: {asked} is a folder without logs ({', '.join(KINDS)}). Name the files themselves."
-            )
+            kinds = ", ".join(KINDS)
+            raise LogError(f"diagnose: {asked} is a folder without logs ({kinds}). Name the files themselves.")
         yield from (Source(str(f), f) for f in inside)
     elif path.exists():
         yield Source(asked, path)
@@ -149,12 +131,12 @@ def _named(asked: str) -> Iterator[Source]:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """`rank10.log` after `rank9.log`."""
+    """Sorts `rank10.log` after `rank9.log`."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def chunks(source: Source) -> Iterator[bytes]:
-    """The log in pieces of about a megabyte that end where a line ends; a line without an end is cut.
+    """The log in pieces of about a megabyte, cut where a line ends; a longer line is cut anywhere.
 
     Raises:
         LogError: it cannot be read.
@@ -162,7 +144,7 @@ def chunks(source: Source) -> Iterator[bytes]:
     try:
         with source.open() as file:
             rest = b""
-            for block in _blocks(file):
+            while block := file.read(CHUNK_BYTES):
                 block = rest + block
                 cut = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
                 if not cut:
@@ -176,17 +158,8 @@ def chunks(source: Source) -> Iterator[bytes]:
         raise LogError(f"diagnose: {source.name} cannot be read: {error.strerror or error}.") from None
 
 
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The file's bytes; UTF-16, as PowerShell writes it, turned into UTF-8."""
-    block = file.read(CHUNK_BYTES)
-    wide = codecs.getincrementaldecoder("utf-16")("replace") if block.startswith(_WIDE) else None
-    while block:
-        yield wide.decode(block).encode("utf-8", "replace") if wide else block
-        block = file.read(CHUNK_BYTES)
-
-
 def _of_json(text: str) -> tuple[int | None, list[str]] | None:
-    """The rank and the texts of a line that is an object of JSON; None where it is none."""
+    """The rank and the texts of a line that is a JSON object; None where it is not one."""
     if not text.startswith("{"):
         return None
     try:
@@ -202,24 +175,25 @@ def _of_json(text: str) -> tuple[int | None, list[str]] | None:
 
 
 class Reader:
-    """Turns the bytes of one log's lines into `Line`s."""
+    """Turns the raw lines of one log into `Line`s."""
 
     def __init__(self, source: Source, head: bytes) -> None:
         self.name = source.name
         self.rank = source.rank
         # Ray Train says once which process is which rank.
-        self._rank_of = {pid: int(rank) for pid, rank in _RAY.findall(head[:HEAD_BYTES].decode("utf-8", "replace"))}
-        lines = [line for line in head[:HEAD_BYTES].decode("utf-8", "replace").splitlines() if line.strip()]
-        # Slurm's `srun -l`: a number and a colon before every line. Few lines with it are somebody's list.
+        text = head[:HEAD_BYTES].decode("utf-8", "replace")
+        self._rank_of = {pid: int(rank) for pid, rank in _RAY.findall(text)}
+        lines = [line for line in text.splitlines() if line.strip()]
+        # `srun -l` puts a number and a colon before every line. If few lines have that, it is something else.
         self._labelled = sum(bool(_LABELLED.match(line)) for line in lines) > 0.3 * len(lines)
         self._json = bool(lines) and all(_of_json(line) for line in lines[:3])
         told = {rank for line in lines if (rank := self._stripped(line)[0]) is not None}
-        # A file that holds the lines of several ranks is not called after the one that wrote it.
+        # A file with lines of other ranks is not named after the rank that wrote it.
         if told - {self.rank}:
             self.rank = None
 
     def lines(self, number: int, raw: bytes) -> Iterator[Line]:
-        """The line of that number, without what was put before it; a line of JSON may hold several."""
+        """The line of that number without its prefixes; a line of JSON may hold several."""
         text = raw[:LONGEST_LINE].decode("utf-8", "replace").rstrip()
         told = _of_json(text) if self._json else None
         if told is None:
@@ -237,7 +211,7 @@ class Reader:
         if rank is None and self._rank_of and (pid := _PID.search(key)):
             rank = self._rank_of.get(pid[1])
         if of_torch := _OF_TORCH.search(text[:200]):
-            # torch knows the rank in the job, a launcher's prefix perhaps only that on its host.
+            # torch prints the global rank; a launcher's prefix may be the local one.
             rank = int(of_torch[1])
         elif rank is None and (said := _SAYS_RANK.search(text[:200])):
             rank = int(said[1] or said[2])

@@ -1,13 +1,14 @@
 """Reads a log of any size once and keeps what tells of a failure: lines that the catalog knows, exceptions, ends of processes.
 
-Only lines that hold a word of some signature are looked at closely; one automaton finds those words in all of the log. After
-each such line the next ones are looked at too, to see whether the job went on.
+One automaton finds the words that signatures need. Only lines with such a word are read closely, and some lines after each, to
+see whether the job went on.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -20,20 +21,17 @@ from . import deaths
 from .deaths import Deaths, End
 from .lines import Line, Reader, Source, chunks
 from .literals import required
+from .progress import AFTERMATH, Progress
 from .tracebacks import RAISED, Raised, Tracebacks
 
-# So many lines after a telling one are read, to see whether the job went on.
-AFTERMATH = 150
-# Where a log tells of failures all along, only the next few, after so many.
+# In a log that tells of failures all along, only a few lines are read after each, from so many on.
 MOST_AFTERMATH, SHORT_AFTERMATH = 50_000, 5
-# Of lines that differ in their digits alone so many are read.
+# So many lines are read that differ in their digits alone.
 MOST_ALIKE = 600
 MOST_SHAPES = 20_000
-# One telling word in so many bytes, or more: it pays to go line by line.
+# With one telling word in so many bytes or fewer it is faster to read every line.
 DENSE_BYTES = 400
 MOST_HITS = 4_000
-MOST_PROGRESS = 50_000
-MOST_RANKS = 65_536
 TAIL_LINES = 60
 TAIL_BYTES = 1 << 15
 
@@ -45,25 +43,17 @@ _ALWAYS = (
     b"exception ignored",
     b"--- logging error",
 )
-# What varies in lines that are alike: numbers, and hexadecimal ones.
+# Digits, also hexadecimal ones.
 _DIGITS = b"0123456789abcdef"
-_BAR = re.compile(r"\b(?P<n>\d+)/\d+ \[(?:\d+:)?\d+:\d+<")
-_COUNTED = re.compile(
-    r"(?i)\b(?P<what>step|iter|iteration|epoch|batch|global_step|num_updates|update|training result)s?\b[\"']?"
-    r"\s*[:=\[#/ ]\s*\[?\s*(?P<n>\d+)"
-)
-_COMPLETED = re.compile(
-    r"(?i)(?<![-\w])(?:(?:pre-?)?training|fine-?tuning|fit(?:ting)?|run|job|experiment|trainer\.fit|script|evaluation)\b(?!-)"
-    r"[^\n]{0,60}?\b(?:completed?|finished|done|succeeded|successful(?:ly)?|reached|stopped: `max)"
-    r"|train_runtime|worker group successfully finished|\bexit(?:ed)?\b.{0,20}\bcode:? 0\b"
-    r"|\bphase\b.{0,20}\bSucceeded\b|\b(?:done|finished|completed) (?:training|successfully)"
-)
-_FAILED = re.compile(r"(?i)fail|error|exit(?:ed)?\b.{0,20}\bcode:? [1-9]|killed|cancel")
+_SUMMARY_TRACEBACK = re.compile(r"^\s*traceback\s*: Traceback")
+_SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error")
+_OF_TORCHRUN = re.compile(r"torch[./]distributed|c10d|TCPStore|torchrun|elastic|rendezvous|run\.py|usage")
+_MODULE = re.compile(r"^(?:\w+\.)+(?=\w+)")
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A line that `signature` of `page` matches; `rank` wrote it, or is named in it. `order`: the how-many-th telling line."""
+    """A line that `signature` of `page` matches; `rank` wrote it, or is named in it. `order` counts the lines that were read."""
 
     line: Line
     order: int
@@ -75,35 +65,43 @@ class Hit:
 
 @dataclass
 class Scan:
-    """What a log, or several, say of a failure. Its telling lines are numbered by their order, over all logs.
+    """What one or several logs say of a failure. Lines are numbered in the order in which they were read, over all logs.
 
-    `progress` are steps that were reached, `completed` tells where each file last said that all was done, `cut` where a
-    traceback began that the file's end cut off; `tail` are each file's last lines, `lines` counts all;
-    `last_end` is the last process that ended with an error. `noisy` are the lengths of the files that tell of failures all
-    along.
+    `cut`: where a traceback began that the end of its file cut off; `tail`: the last lines of each file; `lines` counts all
+    lines, `last_end` is the last process that ended with an error.
     """
 
     hits: list[Hit] = field(default_factory=list)
     raised: list[tuple[int, Raised]] = field(default_factory=list)
     ends: list[tuple[int, End]] = field(default_factory=list)
-    progress: list[tuple[int, Line, str, tuple[int, ...]]] = field(default_factory=list)
-    completed: dict[str, int] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
     cut: list[tuple[str, int]] = field(default_factory=list)
     tail: dict[str, tuple[Line, ...]] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
-    noisy: dict[str, int] = field(default_factory=dict)
     lines: int = 0
     seen: int = 0
     last_end: int = -1
 
+    def went_on(self, order: int, line: Line) -> bool:
+        """Whether the job went on after that line, so that the line did not end it."""
+        return self.progress.went_on(order, line, self.last_end)
+
 
 @dataclass(frozen=True)
 class _Words:
-    """The automaton over all signatures' words, and which signatures each word belongs to."""
+    """The words of all signatures: an automaton that finds them, and the signatures that need each."""
 
     automaton: BytesAhoCorasick
     of: tuple[tuple[tuple[Page, Signature], ...], ...]
     deadly: frozenset[int]
+
+    def inside(self, low: bytes) -> set[int]:
+        """The words in a text of lower-case letters."""
+        return {word for word, _, _ in self.automaton.find_matches_as_indexes(low, overlapping=True)}
+
+    def signatures(self, words: set[int]) -> Iterator[tuple[Page, Signature]]:
+        """The signatures that need one of `words`, each once."""
+        return iter(dict.fromkeys(each for word in sorted(words) for each in self.of[word]))
 
 
 @cache
@@ -134,7 +132,7 @@ def scan(logs: list[Source]) -> Scan:
 class _OneLog:
     def __init__(self, source: Source, into: Scan) -> None:
         self._source, self._into, self._words = source, into, _words()
-        self._reader: Reader | None = None
+        self._reader = Reader(source, b"")
         self._tracebacks, self._deaths = Tracebacks(), Deaths()
         self._alike: Counter[bytes] = Counter()
         self._summary_rank: int | None = None
@@ -144,21 +142,19 @@ class _OneLog:
     def read(self) -> None:
         number, last = 1, b""
         for chunk in chunks(self._source):
-            if self._reader is None:
+            if not last:
                 self._reader = Reader(self._source, chunk)
             self._read_chunk(chunk, number)
             number += chunk.count(b"\n")
             last = (last + chunk)[-TAIL_BYTES:]
         self._into.lines += number - 1 + (not last.endswith(b"\n") and bool(last))
         self._into.cut += [(self._source.name, at) for at in self._tracebacks.cut(number)]
-        if self._attended >= MOST_AFTERMATH:
-            self._into.noisy[self._source.name] = number
         self._read_tail(last, number - 1)
 
     def _read_chunk(self, chunk: bytes, number: int) -> None:
-        """Go from one line that holds a word to the next; through every line where the last one asked for that.
+        """Go from one line with a word to the next, or line by line after one that tells of a failure.
 
-        A carriage return ends a line as well: a progress bar writes itself anew after each. It has no number of its own.
+        A carriage return, which progress bars write, ends a line as well, but is not counted.
         """
         low = chunk.lower().replace(b"\r", b"\n")
         starts = [start for _, start, _ in self._words.automaton.find_matches_as_indexes(low)]
@@ -185,7 +181,7 @@ class _OneLog:
             at = end + 1
 
     def _read_dense(self, chunk: bytes, low: bytes, number: int) -> None:
-        """Where nearly every line holds a word: all of them in turn, by their shapes alone as long as many are alike."""
+        """Go line by line where most lines hold a word, by their shapes, of which many are alike."""
         shapes = low.translate(None, _DIGITS).split(b"\n")
         for at, (shape, raw) in enumerate(zip(shapes, chunk.split(b"\n"), strict=True)):
             if self._attends or self._alike.get(shape, 0) < MOST_ALIKE:
@@ -196,7 +192,7 @@ class _OneLog:
             self._alike.clear()
 
     def _is_new(self, low: bytes) -> bool:
-        """Whether few lines have been read that differ from this one in numbers alone."""
+        """Whether few lines were read that differ from this one in digits alone."""
         shape = low.translate(None, _DIGITS)
         self._alike[shape] += 1
         if len(self._alike) > MOST_SHAPES:
@@ -204,59 +200,54 @@ class _OneLog:
         return self._alike[shape] <= MOST_ALIKE
 
     def _look(self, number: int, raw: bytes, low: bytes) -> None:
-        """Take in one line."""
-        words = {word for word, _, _ in self._words.automaton.find_matches_as_indexes(low, overlapping=True)}
+        """Read one line."""
+        words = self._words.inside(low)
         if not low.strip() or not (words or self._attends):
             return
-        assert self._reader is not None
         for line in self._reader.lines(number, raw):
-            if line.rank is not None and len(self._into.ranks) < MOST_RANKS:
+            if line.rank is not None:
                 self._into.ranks.add(line.rank)
             told = self._take(line, words)
             self._looked_at = number
             if told:
                 self._attends = AFTERMATH if self._attended < MOST_AFTERMATH else SHORT_AFTERMATH
             self._attended += 1
-            self._note_progress(line, told)
+            self._into.progress.note(self._order(), line, told)
 
     def _take(self, line: Line, words: set[int]) -> bool:
-        """Whether the line tells of a failure."""
-        into, order = self._into, self._order()
+        """Keep what a line tells of a failure; whether it does."""
+        order = self._order()
         line = self._of_the_summary(line)
         quoted = self._tracebacks.inside(line)
         raised = self._tracebacks.feed(line)
+        if raised is None and words and not quoted:
+            raised = self._without_traceback(line)
         told = raised is not None
-        if (
-            raised is None
-            and words
-            and not quoted
-            and (named := RAISED.match(line.text.lstrip()))
-            and "Warning" not in named["type"]
-            and not self._tracebacks.ignores(line)
-        ):
-            raised = Raised(line, named["type"], (named["message"] or "").strip())
+        text = line.text.lstrip()
         if raised is not None:
-            _keep(into.raised, (order, raised))
-            told = True
+            _keep(self._into.raised, (order, raised))
+            # Signatures name `DistNetworkError`, not `torch.distributed.DistNetworkError`.
+            text = _MODULE.sub("", text)
         if words & self._words.deadly and not quoted and (end := self._deaths.feed(line)):
-            _keep(into.ends, (order, end))
+            _keep(self._into.ends, (order, end))
             told = True
-        if raised is not None and raised.type == "EOFError" and "multiprocessing/spawn" in raised.text:
-            # The child of a process that failed while it sent itself over.
-            words = set()
-        candidates = [each for word in sorted(words) for each in self._words.of[word]]
         if raised is not None and raised.text:
-            block = raised.text.lower().encode()
-            inside = {word for word, _, _ in self._words.automaton.find_matches_as_indexes(block, overlapping=True)}
-            spanning = [each for word in sorted(inside) for each in self._words.of[word] if each[1].spans_lines]
-            told |= self._match(spanning, raised.text, line, order, True, raised.text)
-        if not quoted:
-            text = _without_module(line.text.lstrip(), raised)
-            told |= self._match(candidates, text, line, order, raised is not None, raised.text if raised else "")
+            for page, signature in self._words.signatures(self._words.inside(raised.text.lower().encode())):
+                if signature.spans_lines:
+                    told |= self._match(page, signature, raised.text, line, order, raised)
+        for page, signature in self._words.signatures(set() if quoted else words):
+            told |= self._match(page, signature, text, line, order, raised)
         return told or bool(self._tracebacks)
 
+    def _without_traceback(self, line: Line) -> Raised | None:
+        """The exception of which the log has the last line alone."""
+        named = RAISED.match(line.text.lstrip())
+        if named is None or "Warning" in named["type"] or self._tracebacks.ignores(line):
+            return None
+        return Raised(line, named["type"], (named["message"] or "").strip())
+
     def _of_the_summary(self, line: Line) -> Line:
-        """A traceback in torchrun's summary is that of the rank above it; one that `spawn` passes on is that of its process."""
+        """The line with the rank that torchrun's summary or `spawn` gives to the traceback it belongs to."""
         if _SUMMARY_TRACEBACK.match(line.text):
             self._summary_rank = self._deaths.rank
         elif spawned := _SPAWNED.match(line.text):
@@ -267,57 +258,35 @@ class _OneLog:
         return line._replace(rank=rank, key="summary") if line.rank is None and rank is not None else line
 
     def _match(
-        self, candidates: list[tuple[Page, Signature]], text: str, line: Line, order: int, raised: bool, block: str
+        self, page: Page, signature: Signature, text: str, line: Line, order: int, raised: Raised | None
     ) -> bool:
-        told = False
-        for page, signature in dict.fromkeys(candidates):
-            if signature.type and not (raised and text.startswith(signature.type)) and not signature.spans_lines:
-                continue
-            if signature.where == "torchrun" and not _OF_TORCHRUN.search(block or text):
-                continue
-            found = signature.pattern.search(text)
-            if found is None:
-                continue
-            told = told or not signature.beside
-            _keep(self._into.hits, Hit(line, order, page, signature, _rank_named(found, line), raised))
-        return told
-
-    def _note_progress(self, line: Line, told: bool) -> None:
-        """Note that the job came to its end; and a step that it has reached, if the line does not tell of a failure."""
-        into = self._into
-        if _COMPLETED.search(line.text) and not _FAILED.search(line.text):
-            into.completed[line.file] = self._order()
-        if told or len(into.progress) >= MOST_PROGRESS:
-            return
-        counted = [(each["what"].lower(), int(each["n"])) for each in _COUNTED.finditer(line.text)]
-        if bar := _BAR.search(line.text):
-            counted = [("bar", int(bar["n"]))]
-        if counted:
-            kind = " ".join(what for what, _ in counted)
-            into.progress.append((self._order(), line, kind, tuple(number for _, number in counted)))
+        """Keep a match of `signature` in `text`; whether it tells of a failure."""
+        if signature.type and not (raised and text.startswith(signature.type)) and not signature.spans_lines:
+            return False
+        whole = raised.text if raised and raised.text else text
+        if signature.where == "torchrun" and not _OF_TORCHRUN.search(whole):
+            return False
+        found = signature.pattern.search(text)
+        if found is None:
+            return False
+        told = found.groupdict().get("rank")
+        rank = line.rank if told is None else int(told) if told.isdigit() else None
+        _keep(self._into.hits, Hit(line, order, page, signature, rank, raised is not None))
+        return not signature.beside
 
     def _order(self) -> int:
         self._into.seen += 1
         return self._into.seen
 
     def _read_tail(self, last: bytes, number: int) -> None:
-        assert self._reader is not None or not last
-        if self._reader is None:
-            return
+        tail: list[Line] = []
         rows = last.splitlines()[-TAIL_LINES:]
-        tail: deque[Line] = deque(maxlen=TAIL_LINES)
-        for back, raw in enumerate(reversed(rows)):
-            tail.extendleft(reversed(list(self._reader.lines(max(1, number - back), raw))))
-        self._into.tail[self._source.name] = tuple(tail)
+        for at, raw in enumerate(rows, number - len(rows) + 1):
+            tail += self._reader.lines(max(1, at), raw)
+        self._into.tail[self._source.name] = tuple(tail[-TAIL_LINES:])
         for line in tail:
             if line.number > self._looked_at:
-                self._note_progress(line, False)
-
-
-_SUMMARY_TRACEBACK = re.compile(r"^\s*traceback\s*: Traceback")
-_SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error")
-_OF_TORCHRUN = re.compile(r"torch[./]distributed|c10d|TCPStore|torchrun|elastic|rendezvous|run\.py|usage")
-_MODULE = re.compile(r"^(?:\w+\.)+(?=\w+)")
+                self._into.progress.note(self._order(), line, False)
 
 
 def _keep(found: list[Any], one: Any) -> None:
@@ -325,14 +294,3 @@ def _keep(found: list[Any], one: Any) -> None:
     if len(found) >= MOST_HITS:
         del found[MOST_HITS // 2]
     found.append(one)
-
-
-def _without_module(text: str, raised: Raised | None) -> str:
-    """`DistNetworkError: ...` of `torch.distributed.DistNetworkError: ...`, as signatures name exceptions."""
-    return _MODULE.sub("", text) if raised is not None else text
-
-
-def _rank_named(found: re.Match[str], line: Line) -> int | None:
-    """The rank that the signature's own group tells, else the one that wrote the line."""
-    told = found.groupdict().get("rank")
-    return line.rank if told is None else int(told) if told.isdigit() else None

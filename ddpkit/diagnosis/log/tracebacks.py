@@ -1,26 +1,25 @@
-"""Python's tracebacks in a log, put together line by line for each writer, cut and interleaved as logs have them."""
+"""Puts Python's tracebacks together from the lines of a log, for each writer, however they interleave."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ddpkit.runfolder.frames import Frame, is_own
 
 from .lines import Line
 
 MOST_LINES = 400
-MOST_FRAMES = 60
-# So many lines of others may stand between two lines of a traceback whose writer is not told.
+# A traceback may pause for so many lines of others.
 PATIENCE = 300
 NEAR_THE_END = 5
 
 HEADER = re.compile(r"Traceback \(most recent call last\)|^-+ ?Traceback")
-# torchrun's summary and some loggers set a whole traceback in from the margin.
+# torchrun's summary and some loggers indent a whole traceback.
 _SET_IN = re.compile(r"^(?P<summary>\s*traceback\s*: )?(?P<margin>\s*)")
 _FRAME = re.compile(r'^[\s>|]*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 _SHORT = re.compile(r"^(?:File )?(?P<file>/[^\s:]+\.py):(?P<line>\d+)(?:,)? in (?P<function>\S+)")
-# The names of exceptions end in one of these; others are known by the module before them.
+# Exceptions have names that end in one of these, or a module before the name.
 _ENDING = (
     r"(?:Error|Exception|Interrupt|Exit|Failure|Failed|Timeout|Expired|Quit|Abort|Iteration|Warning|NotFound|Unavailable"
     r"|Terminated|Killed|Canceled|Cancelled|Retry|Group)"
@@ -28,14 +27,14 @@ _ENDING = (
 RAISED = re.compile(
     rf"^(?:\w+(?:\.\w+)*\.)?(?P<type>\w+{_ENDING}|Exception|(?<=\.)[A-Z]\w+)(?P<of>\([\w.]+\))?(?:: ?(?P<message>.*)|:?)$"
 )
-# Python prints these and goes on: at an object's end, and where a logger fails.
+# Python prints these and goes on: when an object is deleted, and when a logger fails.
 _IGNORED = re.compile(r"^(?:Exception ignored (?:in|on|when)|--- Logging error ---)")
 _BOX = re.compile(r"^[│┃|╭╰─━┌└❱ ]+")
 
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception at the end of its traceback: the line that names it, what led to it, and `text`, the whole block."""
+    """An exception: the `line` that names it, the frames that led to it, and `text`, the whole traceback."""
 
     line: Line
     type: str
@@ -45,13 +44,13 @@ class Raised:
 
     @property
     def where(self) -> Frame | None:
-        """The innermost line of the user's own code; the innermost of all where none is the user's."""
+        """The user's innermost frame; the innermost of all where none is the user's."""
         return next((f for f in reversed(self.frames) if f.own), self.frames[-1] if self.frames else None)
 
 
 @dataclass
 class _Open:
-    """A traceback whose exception has not come yet."""
+    """A traceback that has not come to its exception yet."""
 
     writer: tuple[str, int | None, str]
     began: int
@@ -64,7 +63,7 @@ class _Open:
 
 
 class Tracebacks:
-    """The tracebacks of one log that are being read."""
+    """The open tracebacks of one log."""
 
     def __init__(self) -> None:
         self._open: list[_Open] = []
@@ -74,26 +73,23 @@ class Tracebacks:
         return bool(self._open)
 
     def inside(self, line: Line) -> bool:
-        """Whether `line` belongs to a traceback that is still open: a frame, or the source that it quotes."""
+        """Whether `line` belongs to an open traceback: a frame, or the source that it quotes."""
         found = self._of(line)
-        if found is None:
-            return False
-        text = line.text.removeprefix(found.margin)
-        return text.startswith((" ", "\t", "│", "|")) or bool(_FRAME.match(text))
+        return found is not None and line.text.removeprefix(found.margin).startswith((" ", "\t", "│", "|"))
 
     def ignores(self, line: Line) -> bool:
-        """Whether Python has said just before that it goes on after what its writer raises."""
+        """Whether Python has just said that it ignores what the writer of `line` raises."""
         writer = _writer(line)
         ignored = writer in self._ignored
         self._ignored.discard(writer)
         return ignored
 
     def cut(self, end: int) -> list[int]:
-        """The lines at which tracebacks began that still went on where the log ends, at line `end`."""
+        """The first lines of the tracebacks that the end of the log, at line `end`, cuts off."""
         return [one.began for one in self._open if one.frames and end - one.last < NEAR_THE_END]
 
     def feed(self, line: Line) -> Raised | None:
-        """Take the next line; returns the exception where this line names it."""
+        """The exception, where the next line names one."""
         self._open = [one for one in self._open if line.number - one.last <= PATIENCE]
         if HEADER.search(line.text):
             self._begin(line)
@@ -109,13 +105,13 @@ class Tracebacks:
         text = _BOX.sub("", line.text).rstrip(" │┃|") if one.boxed else line.text.removeprefix(one.margin)
         if found := _FRAME.match(text) or _SHORT.match(text):
             one.last = line.number
-            if len(one.frames) == MOST_FRAMES:
-                del one.frames[MOST_FRAMES // 2]
             file = found["file"]
             one.frames.append(Frame(file, int(found["line"]), (found["function"] or "").strip(), "", is_own(file)))
         elif text.startswith((" ", "\t")) or (one.boxed and _BOX.match(line.text)):
             one.last = line.number
-            self._source(one, text)
+            last = one.frames[-1] if one.frames else None
+            if last and not last.source and not one.boxed and text.strip(" ^~│└"):
+                one.frames[-1] = replace(last, source=text.strip())
         elif named := RAISED.match(text):
             return self._end(one, line, named)
         return None
@@ -128,12 +124,6 @@ class Tracebacks:
             one.margin = "  " if set_in["summary"] else set_in["margin"]
         self._open.append(one)
 
-    def _source(self, one: _Open, text: str) -> None:
-        """The line that the last frame quotes."""
-        if one.frames and not one.frames[-1].source and not one.boxed and text.strip(" ^~│└"):
-            last = one.frames[-1]
-            one.frames[-1] = Frame(last.file, last.line, last.function, text.strip(), last.own)
-
     def _end(self, one: _Open, line: Line, named: re.Match[str]) -> Raised | None:
         self._open.remove(one)
         if one.ignored:
@@ -143,7 +133,7 @@ class Tracebacks:
         return Raised(line, named["type"], message, tuple(one.frames), "\n".join(one.lines))
 
     def _of(self, line: Line) -> _Open | None:
-        """The open traceback of whoever wrote `line`, the latest first."""
+        """The latest open traceback of the writer of `line`."""
         writer = _writer(line)
         return next((one for one in reversed(self._open) if one.writer == writer), None)
 

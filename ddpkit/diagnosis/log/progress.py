@@ -1,0 +1,62 @@
+"""Whether a job went on after a line of its log: further steps, or the word that all is done."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+
+from .lines import Line
+
+# So many lines after a telling one are read, to see whether the job went on.
+AFTERMATH = 150
+MOST_STEPS = 50_000
+
+_BAR = re.compile(r"\b(?P<n>\d+)/\d+ \[(?:\d+:)?\d+:\d+<")
+_COUNTED = re.compile(
+    r"(?i)\b(?P<what>step|iter|iteration|epoch|batch|global_step|num_updates|update|training result)s?\b[\"']?"
+    r"\s*[:=\[#/ ]\s*\[?\s*(?P<n>\d+)"
+)
+_COMPLETED = re.compile(
+    r"(?i)(?<![-\w])(?:(?:pre-?)?training|fine-?tuning|fit(?:ting)?|run|job|experiment|trainer\.fit|script|evaluation)\b(?!-)"
+    r"[^\n]{0,60}?\b(?:completed?|finished|done|succeeded|successful(?:ly)?|reached|stopped: `max)"
+    r"|train_runtime|worker group successfully finished|\bexit(?:ed)?\b.{0,20}\bcode:? 0\b"
+    r"|\bphase\b.{0,20}\bSucceeded\b|\b(?:done|finished|completed) (?:training|successfully)"
+)
+_FAILED = re.compile(r"(?i)fail|error|exit(?:ed)?\b.{0,20}\bcode:? [1-9]|killed|cancel")
+
+
+class Progress:
+    """The steps that a job reached, and where each log last says that all is done, in the order of the telling lines."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, str, str, tuple[int, ...]]] = []
+        self._completed: dict[str, int] = {}
+
+    def note(self, order: int, line: Line, told: bool) -> None:
+        """Keep what a line says of steps, unless it `told` of a failure, and whether it says that all is done."""
+        if _COMPLETED.search(line.text) and not _FAILED.search(line.text):
+            self._completed[line.file] = order
+        if told or len(self._steps) >= MOST_STEPS:
+            return
+        counted = [(each["what"].lower(), int(each["n"])) for each in _COUNTED.finditer(line.text)]
+        if bar := _BAR.search(line.text):
+            counted = [("bar", int(bar["n"]))]
+        if counted:
+            kind = " ".join(what for what, _ in counted)
+            self._steps.append((order, line.file, kind, tuple(number for _, number in counted)))
+
+    def went_on(self, order: int, line: Line, last_end: int) -> bool:
+        """Whether the job made progress, or completed, after that line, so that the line did not end it.
+
+        `last_end`: where the last process ended with an error; a job does not complete before that.
+        """
+        furthest: dict[str, list[tuple[int, ...]]] = {}
+        begin = bisect_right(self._steps, order, key=lambda each: each[0])
+        for _, file, kind, number in self._steps[begin : begin + AFTERMATH]:
+            if file == line.file:
+                reached = furthest.setdefault(kind, [number])
+                if number > reached[-1]:
+                    reached.append(number)
+        if any(len(reached) > 2 for reached in furthest.values()):
+            return True
+        return self._completed.get(line.file, -1) > max(order, last_end)
