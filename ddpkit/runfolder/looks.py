@@ -25,7 +25,6 @@ class Look:
     state: str
     busy: float
     silent_s: float
-    rss_mib: float | None
     workers: tuple[tuple[int, str], ...]
     gpu_busy: float | None = None
     dead_workers: int = 0
