@@ -1,4 +1,4 @@
-"""Starts a job's torchrun agent under a keeper and stops it by a ladder that speaks; leaves no process behind."""
+"""Starts a job's torchrun agent under a keeper, and stops everything below it."""
 
 from __future__ import annotations
 
@@ -9,39 +9,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddpkit.errors import LaunchError
 from ddpkit.runfolder import wire
 
-from . import zygote
+from .zygote import Declined, ForkedKeeper, Start, fork_agent
 
 KEEPER = Path(__file__).with_name(wire.KEEPER_FILE)
 BALLAST_BYTES = 256 * 1024
 
 
-@dataclass(frozen=True)
-class Start:
-    """How a job's agent is to be started: torchrun's command line in `env`, warm unless `cold_because` says why not.
-
-    `folders` are those the job imports from, `variables` those it may set before it imports torch, `base_env` is what a
-    new zygote would start with, and `patience_s` how long one that is still importing torch is waited for.
-    """
-
-    command: Sequence[str]
-    env: Mapping[str, str]
-    cold_because: str
-    folders: Sequence[str] = ()
-    variables: Sequence[str] = ()
-    base_env: Mapping[str, str] = field(default_factory=dict)
-    patience_s: float = 0.0
-
-
 def _start_cold(start: Start, log: int) -> subprocess.Popen[bytes]:
-    """The keeper outlives neither this process nor its agent; a session of its own keeps Ctrl-C from reaching it."""
+    """Start the keeper, in its own session so that Ctrl-C does not reach it."""
     command = [sys.executable, "-I", "-S", str(KEEPER), "agent", str(os.getpid()), *start.command]
     return subprocess.Popen(
         command, env=dict(start.env), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -49,10 +30,10 @@ def _start_cold(start: Start, log: int) -> subprocess.Popen[bytes]:
 
 
 class Job:
-    """A running torchrun job. `ended` is set by the watcher once every process is gone and what is known is final,
-    `over` when whoever shows the job has been told as well.
+    """A running torchrun job.
 
-    `end` is what ddpkit itself knows of the end: {"reason": "", "notes": [...], "keeper_exitcode": int}.
+    The watcher sets `ended` when every process is gone and the records are final, and `over` once the display was told.
+    `end` is what ddpkit knows about the end: {"reason": "", "notes": [...], "keeper_exitcode": int}.
     """
 
     def __init__(self, folder: Path, start: Start) -> None:
@@ -67,7 +48,7 @@ class Job:
         self.started = time.monotonic()
 
     def _write_rank_python(self) -> None:
-        """The executable that torchrun starts in place of a rank's python, by way of PYTHON_EXEC."""
+        """Write the shell file that PYTHON_EXEC names, which torchrun starts as a rank's python."""
         shim = self.folder / wire.RANK_PYTHON
         python = f'exec "{sys.executable}" -I -S'
         shim.write_text(
@@ -83,25 +64,24 @@ class Job:
                 f"launch: {self.folder} does not allow programs to be started from it; set {wire.ENV_HOME} to a folder that does."
             )
 
-    def _start_warm(self, start: Start, log: int) -> zygote.ForkedKeeper | None:
-        """The agent's keeper, forked from the zygote; None, with `cold_because` set, where that cannot be."""
+    def _start_warm(self, start: Start, log: int) -> ForkedKeeper | None:
+        """The agent's keeper, forked by the zygote; None, with `cold_because` set, if it declined."""
         if self.cold_because:
             return None
         try:
-            agent = zygote.Agent(start.command, start.env, start.folders, start.variables, log)
-            return zygote.fork_agent(agent, start.base_env, start.patience_s)
-        except zygote.Declined as declined:
+            return fork_agent(start, log)
+        except Declined as declined:
             self.cold_because = str(declined)
             return None
 
     @property
     def running(self) -> bool:
-        """Whether the keeper, and so perhaps anything below it, is still there."""
+        """Whether the keeper is still there, and so perhaps a process below it."""
         return self._keeper.poll() is None
 
     def exit_fd(self) -> int | None:
-        """A file descriptor that becomes readable when the job's processes are gone; None where the system has none."""
-        if isinstance(self._keeper, zygote.ForkedKeeper):
+        """A file descriptor that becomes readable when the job's processes are gone; None if unsupported."""
+        if isinstance(self._keeper, ForkedKeeper):
             return self._keeper.exit_fd()
         try:
             return os.pidfd_open(self._keeper.pid)
@@ -109,7 +89,7 @@ class Job:
             return None
 
     def stop(self, reason: str) -> None:
-        """Begin to end the job; returns at once. `reason`: stopped, timeout or stall. The first reason stands."""
+        """Begin to end the job and return at once. `reason`: stopped, timeout or stall; the first one counts."""
         with self._lock:
             if self.end["reason"] or not self.running:
                 return
@@ -118,12 +98,12 @@ class Job:
                 self._keeper.send_signal(signal.SIGTERM)
 
     def note(self, text: str) -> None:
-        """Keep `text` among the run's notes, once."""
+        """Add `text` to the run's notes, once."""
         if text not in self.end["notes"]:
             self.end["notes"].append(text)
 
     def finish(self) -> None:
-        """Called by the watcher when the keeper has gone: write down what ddpkit knows of the end."""
+        """Record what ddpkit knows about the end; the watcher calls it when the keeper is gone."""
         self.end["keeper_exitcode"] = self._keeper.wait()
         (self.folder / wire.BALLAST).unlink(missing_ok=True)
         try:
@@ -134,9 +114,9 @@ class Job:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler of its own for signal `number`; True where the system does not tell.
+    """Whether a process handles signal `number`; True if the system does not tell.
 
-    One that has started itself anew by exec has none any more, and would die of it.
+    A process that called exec has lost its handlers, and the signal would kill it.
     """
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:
@@ -147,7 +127,7 @@ def handles(pid: int, number: int) -> bool:
 
 
 def signal_rank(pid: int, number: int) -> bool:
-    """Send signal `number` to a rank's process; False where it is gone."""
+    """Send signal `number` to a rank's process; False if it is gone."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):

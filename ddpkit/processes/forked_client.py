@@ -1,9 +1,9 @@
-"""Asks the zygote for a process, and stands in for a warm rank at torchrun's side.
+"""Asks the zygote for a rank, and is the process that torchrun sees for it.
 
-torchrun starts it by way of PYTHON_EXEC: the zygote (`recorder/zygote.py`) forks the rank under a keeper, and this process
-passes signals on to that keeper and ends as the rank ended. `zygote.py` asks for the agent in the same words. Where no
-zygote answers, this process becomes the cold keeper, and the rank starts all the same. As little as possible is imported,
-and this file itself by name, so that it is compiled once: every rank of every job waits for it.
+torchrun starts it through PYTHON_EXEC. The zygote (`recorder/zygote.py`) forks the rank under a keeper; this process
+passes signals on to that keeper and ends as the rank ended. `zygote.py` asks for the agent in the same way. If no zygote
+answers, this process becomes the cold keeper. Every rank of every job waits for it, so it imports as little as
+possible, and is itself imported by name, so that it is compiled once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ READY = b"\x01"
 LENGTH_BYTES = INT_BYTES = 4
 PATIENCE_S = 5.0
 TICK_S = 0.2
+FATAL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (*FATAL, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 
 class Declined(Exception):
-    """No process was forked; the text says why. `stale`: the zygote is out of date and ends, a new one would serve."""
+    """No process was forked; the text says why. `stale`: the zygote is out of date, a new one would fork it."""
 
     def __init__(self, why: str, stale: bool = False) -> None:
         super().__init__(why)
@@ -36,14 +38,14 @@ class Declined(Exception):
 
 
 class Connection:
-    """One conversation with the zygote, and then with the keeper that it forked; each message is one marshalled value.
+    """A connection to the zygote, then to the keeper that it forked; each message is one marshalled value.
 
-    The zygote runs the same Python and only serves its own user, so that marshal may be trusted with the format.
+    marshal is safe here: the zygote runs the same Python and serves only its own user.
     """
 
     def __init__(self, socket: Socket) -> None:
         self.socket = socket
-        # A keeper that is killed says nothing.
+        # What counts if the keeper is killed before it can send another status.
         self.status: int = signal.SIGKILL
 
     @classmethod
@@ -58,7 +60,7 @@ class Connection:
         return cls(socket)
 
     def send(self, message: Any, fds: Iterable[int] = ()) -> None:
-        """Send one message; `fds` are open in the receiving process too."""
+        """Send one message; the receiver gets its own copies of `fds`."""
         data = marshal.dumps(message)
         data = len(data).to_bytes(LENGTH_BYTES, "big") + data
         rights = (
@@ -72,7 +74,7 @@ class Connection:
         """The next message and the file descriptors that came with it.
 
         Raises:
-            EOFError: the other side has gone.
+            EOFError: the other side is gone.
             TimeoutError: nothing came within the socket's time limit.
         """
         fds: list[int] = []
@@ -95,7 +97,7 @@ class Connection:
         return bytes(parts)
 
     def peer(self) -> tuple[int, int]:
-        """(pid, uid) of the process at the other end, as the kernel knows it."""
+        """(pid, uid) of the process at the other end, from the kernel."""
         pid, uid, _gid = _integers(self.socket.getsockopt(SOL_SOCKET, SO_PEERCRED, 3 * INT_BYTES))
         return pid, uid
 
@@ -105,16 +107,16 @@ class Connection:
 
 
 def _integers(data: bytes) -> list[int]:
-    """C integers, as the kernel hands them over."""
+    """The C integers in `data`."""
     whole = range(0, len(data) - INT_BYTES + 1, INT_BYTES)
     return [int.from_bytes(data[at : at + INT_BYTES], sys.byteorder) for at in whole]
 
 
 def ask(connection: Connection, request: dict[str, Any], fds: Iterable[int], patience_s: float) -> int:
-    """Have the zygote fork a process for `request`; the pid of its keeper.
+    """Have the zygote fork a process for `request`; returns its keeper's pid.
 
     Raises:
-        Declined: it did not, and says why.
+        Declined: it did not; the text says why.
     """
     try:
         connection.socket.settimeout(patience_s)
@@ -133,10 +135,10 @@ def ask(connection: Connection, request: dict[str, Any], fds: Iterable[int], pat
 
 
 def ending(connection: Connection) -> int:
-    """The wait status that the keeper sent last; SIGKILL's where it was killed before it could.
+    """The wait status that the keeper sent; SIGKILL's if it was killed before it could.
 
     Raises:
-        TimeoutError: it is still there.
+        TimeoutError: it still runs.
     """
     try:
         while True:
@@ -146,7 +148,7 @@ def ending(connection: Connection) -> int:
 
 
 def end_like(status: int) -> None:
-    """End this process as another one ended, by wait status: killed by the same signal or with the same exit code."""
+    """End this process as another ended, by its wait status: same signal or same exit code."""
     sys.stdout.flush()
     if not os.WIFSIGNALED(status):
         os._exit(os.WEXITSTATUS(status))
@@ -163,7 +165,7 @@ def end_like(status: int) -> None:
 
 
 def passing_on(pid: int) -> Callable[[int, object], None]:
-    """A signal handler that sends what it gets to `pid`."""
+    """A signal handler that sends the signal on to `pid`."""
 
     def handler(number: int, _frame: object) -> None:
         try:
@@ -175,26 +177,25 @@ def passing_on(pid: int) -> Callable[[int, object], None]:
 
 
 def _wait_for_rank(path: str, arguments: list[str]) -> int:
-    """Have a rank forked for `arguments` and wait for its end; its wait status."""
+    """Have the zygote fork a rank for `arguments`, and wait for its end; returns its wait status."""
     agent = os.getppid()
     connection = Connection.to(path)
     request = {"what": "rank", "arguments": arguments, "env": dict(os.environ)}
     keeper = ask(connection, request, (0, 1, 2), PATIENCE_S)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in PASSED_ON:
         signal.signal(number, passing_on(keeper))
-    signal.signal(signal.SIGCONT, passing_on(keeper))
     connection.socket.settimeout(TICK_S)
     while True:
         try:
             return ending(connection)
         except TimeoutError:
             if os.getppid() != agent:
-                # The keeper sees this process go, and ends the rank.
+                # The keeper ends the rank once this process is gone.
                 return signal.SIGKILL
 
 
 def stand_in(path: str, *arguments: str) -> None:
-    """Be what torchrun takes for the rank; never returns."""
+    """Run as the process that torchrun takes for the rank; never returns."""
     try:
         status = _wait_for_rank(path, list(arguments))
     except (OSError, Declined):

@@ -1,10 +1,9 @@
-"""Stands over one process of a job: starts it, passes signals on, writes down how it ended, and lets nothing outlive its owner.
+"""Starts one process, passes signals on, records its end, and ends it with its owner.
 
-The same program is used twice. Over the torchrun agent its owner is the kernel (`agent.py` starts it);
-over each rank its owner is the agent (torchrun starts it through PYTHON_EXEC). So the chain kernel - keeper -
-agent - keeper - rank breaks nowhere: whichever link is killed, those below it end and those above it know.
-It runs as `python -I -S keeper.py`, or in a process that the zygote has forked (`recorder/zygote.py`), and is single-threaded
-either way, so that a parent-death signal may be trusted.
+A job has the chain kernel - keeper - agent - keeper - rank. The owner is the process above a keeper: the kernel, whose
+`agent.py` starts the first one, or the agent, which starts the second through PYTHON_EXEC. If any link is killed, those
+below it end. A keeper runs as `python -I -S keeper.py`, or forked from the zygote (`recorder/zygote.py`). It has a single
+thread, because a parent-death signal is sent when the thread that forked ends.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import NoReturn
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from ddpkit.processes.forked_client import end_like
+from ddpkit.processes.forked_client import FATAL, PASSED_ON, end_like
 from ddpkit.processes.oom import OomWatch
 from ddpkit.processes.sweep import sweep
 from ddpkit.runfolder import wire
@@ -31,33 +30,23 @@ AGENT_GRACE_S = 4.0
 LINGER_S = 1.0
 LOOKED_AT_WITHIN_S = 3.0
 ALIKE_WITHIN_S = 6.0
-PASSED_ON = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-    signal.SIGQUIT,
-)
-FATAL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 PR_SET_PDEATHSIG = 1
 
 
 class Owner:
-    """The process for whose sake another one runs. A pid that has passed to someone else does not deceive it."""
+    """The process that a child must not outlive; a later process of the same pid is not taken for it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._born = born(pid)
 
     def gone(self) -> bool:
-        """Whether it has ended, even if nobody has reaped it yet."""
+        """Whether it has ended, reaped or not."""
         return self._born is None or born(self.pid) != self._born
 
 
 def born(pid: int) -> bytes | None:
-    """When process `pid` started, in clock ticks since boot; None where it has ended."""
+    """When process `pid` started, in clock ticks since boot; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             state, *rest = stat.read().rpartition(b")")[2].split()
@@ -67,7 +56,7 @@ def born(pid: int) -> bytes | None:
 
 
 class Forked(BaseException):
-    """Carries a fresh process out of all frames of the one it was forked from; whoever forks for good catches it."""
+    """Raised in a forked process, so that `become` is called outside of the parent's frames."""
 
     def __init__(self, become: Callable[[], NoReturn]) -> None:
         super().__init__()
@@ -75,8 +64,7 @@ class Forked(BaseException):
 
 
 class Keeper:
-    """Keeps one child, which runs `become` and never returns from it. `run` returns when the child has been reaped and
-    its record written."""
+    """Keeps one child process, which runs `become` and never returns from it."""
 
     def __init__(self, become: Callable[[], None], owner: Owner, record: Path, grace_s: float) -> None:
         self.become = become
@@ -90,7 +78,7 @@ class Keeper:
         self.peak_rss_mib = 0.0
 
     def run(self, after: Callable[[], None]) -> int:
-        """Start the child, wait for it, write the record, call `after`; returns the child's wait status."""
+        """Start the child, wait for it, write its record, call `after`; returns the wait status."""
         signals = {*PASSED_ON, signal.SIGCHLD}
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         self.pid = self._start()
@@ -115,7 +103,7 @@ class Keeper:
         if pid:
             return pid
         try:
-            # A group of its own: whoever signals the keeper's group reaches the child once, by way of the keeper.
+            # Its own group: a signal to the keeper's group then reaches the child once, through the keeper.
             os.setpgid(0, 0)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != keeper:
@@ -146,7 +134,7 @@ class Keeper:
         try:
             os.killpg(self.pid, which)
         except (ProcessLookupError, PermissionError):
-            # The group is not made yet in the first instant after the fork.
+            # Just after the fork the group may not exist yet.
             try:
                 os.kill(self.pid, which)
             except ProcessLookupError:
@@ -183,8 +171,7 @@ class Keeper:
 
 
 def signal_name(number: int) -> str:
-    """The name of signal `number`, such as "SIGKILL"; a real-time signal as `kill -l` says it, "SIGRTMIN+1"; "signal 33" for
-    one without a name."""
+    """The name of a signal: "SIGKILL", "SIGRTMIN+1" as `kill -l` writes it, or "signal 33" if it has none."""
     if number > signal.SIGRTMIN:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
     try:
@@ -194,10 +181,7 @@ def signal_name(number: int) -> str:
 
 
 def keep_rank(become: Callable[[], None], owner: int) -> int:
-    """Keep a rank that `become` turns into, for as long as process `owner` lives; its wait status.
-
-    torchrun starts this in place of a rank's interpreter, by way of PYTHON_EXEC.
-    """
+    """Keep a rank, which `become` starts, while process `owner` lives; returns its wait status."""
     folder = wire.own_rank_folder()
     if folder is None:
         raise SystemExit("ddpkit: the rank keeper was started outside a ddpkit job; use torchrun, or ddpkit.launch().")
@@ -210,18 +194,17 @@ def keep_rank(become: Callable[[], None], owner: int) -> int:
 
 
 def rank_command(arguments: Sequence[str]) -> list[str]:
-    """The command of a rank started cold; `arguments` are those that torchrun meant for python."""
+    """The command of a cold rank; `arguments` are those that torchrun passes to python."""
     bootstrap = str(Path(__file__).parents[1] / "recorder" / "bootstrap.py")
     return [sys.executable, "-u", bootstrap, *(arguments[1:] if arguments[:1] == ["-u"] else arguments)]
 
 
 def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
-    """Hold back a failed rank's exit until every other rank has ended too, for up to a second, or until those that live
-    have been looked at; longer while one of these is at the very line that failed.
+    """Hold back a failed rank's exit: torchrun ends all ranks when it sees one gone.
 
-    torchrun ends all ranks as soon as it sees one gone. The rank itself is gone by now, its sockets with it, so its
-    peers meet the consequence by themselves; where every rank fails alike, each gets to say so; and where one of them
-    is what this rank had waited for, the watcher gets to see at what.
+    It is held back for a second, until every other rank has ended or the watcher has looked at those that live; for
+    longer while one of these is at the line that failed. The rank and its sockets are gone by then. So its peers meet
+    their own errors, each rank of a common failure can write it down, and the watcher sees where the others are.
     """
     if keeper.told or not keeper.status:
         return
@@ -229,7 +212,7 @@ def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
     failed_ns = wire.written_ns(folder / wire.FAILURE) or keeper.ended_ns
     while not keeper.owner.gone():
         ended, failed = (_that_have(folder.parent, name) for name in (wire.EXIT, wire.FAILURE))
-        # A look at a standstill before may be withdrawn.
+        # A look from a standstill before the failure does not count: it may be withdrawn.
         looked_at = _that_have(folder.parent, wire.LOOK, since_ns=failed_ns)
         waited_s = time.monotonic() - began
         on_their_way_out = failed - ended
@@ -243,12 +226,12 @@ def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
 
 
 def _that_have(ranks: Path, record: str, since_ns: int = 0) -> set[Path]:
-    """The folders of those ranks that have written `record`, at or after `since_ns`."""
+    """The folders of the ranks that have written `record` at or after `since_ns`."""
     return {path.parent for path in ranks.glob(f"*/{record}") if wire.written_ns(path) >= since_ns}
 
 
 def _is_where_it_failed(rank: Path, failed: Path) -> bool:
-    """Whether the rank of folder `rank` was seen at the line that the one of folder `failed` failed at."""
+    """Whether the rank of folder `rank` is at the line where `failed` failed."""
     where = (wire.read_record(failed / wire.FAILURE) or {}).get("where")
     if not where:
         return False
@@ -259,7 +242,7 @@ def _is_where_it_failed(rank: Path, failed: Path) -> bool:
 
 
 def keep_agent(become: Callable[[], None], owner: int) -> int:
-    """Keep the torchrun agent that `become` turns into, whose job ends with process `owner`; its wait status."""
+    """Keep the agent, which `become` starts, while process `owner` lives; returns its wait status."""
     folder = Path(os.environ[wire.ENV_RUN])
 
     def become_known() -> None:
@@ -271,7 +254,7 @@ def keep_agent(become: Callable[[], None], owner: int) -> int:
 
 
 def executing(command: Sequence[str]) -> Callable[[], None]:
-    """What turns a fresh process into `command`."""
+    """A function that turns a forked process into `command`."""
 
     def become() -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

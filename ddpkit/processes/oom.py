@@ -1,7 +1,7 @@
-"""Asks the kernel whether it killed a process for want of memory: by its cgroup's count, else by the kernel's own log.
+"""Asks the kernel whether it killed a process for memory.
 
-A process that the kernel kills for its memory gets SIGKILL and no word. Nobody else can tell it from `kill -9`. Standard
-library only: the keeper over each rank asks.
+The kernel's log says so, or the count of the process's cgroup. The process itself only gets a SIGKILL, as from
+`kill -9`. Standard library only, because the keeper of each rank imports it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ LOG = "/dev/kmsg"
 
 
 class OomWatch:
-    """Follows the memory cgroup of one process, which it may change, and the kernel's kills in it."""
+    """Watches one process's memory cgroup, which may change, for kills by the kernel."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        # The log counts from boot, roughly as this clock does. A pid comes again; what was said of the last one is older.
+        # The log counts from boot, roughly as this clock does. Older lines may be about an earlier process of this pid.
         self._since_us = (time.monotonic() - 2) * 1e6
         self._counter = ""
         self._before = 0
         self.follow()
 
     def follow(self) -> None:
-        """Look which cgroup the process is in; called now and then while it lives."""
+        """Look up the cgroup of the process; called regularly while it lives."""
         counter = _counter_of(self._pid)
         if counter and counter != self._counter:
             self._counter, self._before = counter, _kills(counter)
 
     def word(self) -> str:
-        """What the kernel says of the death of the process, in one line; "" where it did not kill it, or does not tell."""
+        """How the kernel killed the process, in one line; "" if it did not, or does not tell."""
         if said := _log_on(self._pid, self._since_us):
             return f"the kernel's log says: {said}"
         if self._counter and _kills(self._counter) > self._before:
@@ -41,7 +41,7 @@ class OomWatch:
 
 
 def _counter_of(pid: int) -> str:
-    """The file that counts the kernel's kills in the cgroup of `pid`: of version 2, or of version 1's memory controller."""
+    """The file that counts the kernel's kills in the cgroup of `pid`; "" if there is none."""
     try:
         with open(f"/proc/{pid}/cgroup", encoding="utf-8") as file:
             lines = [line.rstrip("\n").split(":", 2) for line in file]
@@ -65,7 +65,7 @@ def _kills(counter: str) -> int:
 
 
 def _log_on(pid: int, since_us: float) -> str:
-    """The line of the kernel's log that tells of the kill of `pid`; "" where there is none, or the log may not be read."""
+    """The line of the kernel's log about the kill of `pid`; "" if none can be read."""
     found = ""
     try:
         log = os.open(LOG, os.O_RDONLY | os.O_NONBLOCK)

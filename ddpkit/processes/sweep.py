@@ -10,13 +10,13 @@ from pathlib import Path
 from ddpkit.runfolder import wire
 
 SWEEP_GRACE_S = 2.5
-# Holds the shared memory of loaders under the "file_system" strategy: it removes the files and ends seconds after the
-# last process of the job, unless somebody kills it first.
+# It holds the shared memory of loaders under the "file_system" strategy. Seconds after the last process of the job it
+# removes the files and ends, so it must not be killed before.
 ENDS_BY_ITSELF = "torch_shm_manager"
 
 
 def sweep(folder: Path) -> None:
-    """End every process of the job in `folder` that outlived its agent: SIGTERM, and SIGKILL for those that stay."""
+    """End every process of the job in `folder` that outlived its agent: SIGTERM, then SIGKILL."""
     found = _marked(folder)
     if not found:
         return
@@ -43,7 +43,7 @@ def _signal_all(pids: dict[int, str], which: signal.Signals) -> None:
 
 
 def _marked(folder: Path) -> dict[int, str]:
-    """Living processes to be ended, other than this one, whose environment carries this job's run folder: pid to command."""
+    """The other processes whose environment has this job's mark: pid to command."""
     mark = f"{wire.ENV_RUN}={folder}".encode()
     found = {}
     for entry in os.listdir("/proc"):

@@ -1,6 +1,6 @@
-"""Warm start, seen from the kernel: keeps one zygote, starts it anew when it has gone, and asks it for a job's agent.
+"""Keeps one zygote per kernel, and asks it to fork a job's agent.
 
-The process itself is `recorder/zygote.py`; what is said between the two is in `forked_client.py`.
+The zygote itself is `recorder/zygote.py`; the two talk in the messages of `forked_client.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpkit.runfolder import wire
@@ -23,16 +23,16 @@ from ddpkit.runfolder import wire
 from .forked_client import Connection, Declined, ask, ending
 
 PROGRAM = Path(__file__).parents[1] / "recorder" / "zygote.py"
-# A start that has not ended after this long is not waited for any longer. It imports torch once, a cold job twice in
-# turn, so that waiting is the shorter way on a machine of any speed.
+# How long a launch waits for a zygote that still starts. It imports torch once, a cold job twice in a row, so waiting is
+# shorter on a machine of any speed.
 PATIENCE_S = 30.0
-# With one thread of OpenBLAS there is one thread in all; asking NVML rather than CUDA for GPUs leaves CUDA untouched.
+# One OpenBLAS thread keeps the process at one thread; counting GPUs by NVML leaves CUDA untouched.
 RECIPE = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 ROOM_BYTES = 32 * 1024
 END_WITHIN_S = 2.0
-# How long one that has torch imported is waited for even by a launch that does not wait: a cold start takes longer.
+# How long every launch waits for a zygote that has imported torch: a cold start takes longer.
 ANSWERS_WITHIN_S = 2.0
-# After so many zygotes that ended before they served anybody, no more are started.
+# After this many zygotes that ended before they served a job, no more are started.
 FAILED_STARTS = 2
 
 _lock = threading.Lock()
@@ -41,8 +41,25 @@ _failed = 0
 _last_words = ""
 
 
+@dataclass(frozen=True)
+class Start:
+    """How to start a job's agent: `command` with `env`, warm unless `cold_because` says why not.
+
+    `folders` are those the job imports from, `variables` those it may set before it imports torch, `base_env` is the
+    environment of a new zygote, and `patience_s` how long to wait for a zygote that is still importing torch.
+    """
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+    cold_because: str
+    folders: Sequence[str] = ()
+    variables: Sequence[str] = ()
+    base_env: Mapping[str, str] = field(default_factory=dict)
+    patience_s: float = 0.0
+
+
 class Zygote:
-    """The warm process of this kernel. Its folder holds its socket, which only this user can open, and its log."""
+    """The warm process of this kernel. Its folder holds its log and its socket, which only this user can open."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.kernel = os.getpid()
@@ -61,7 +78,7 @@ class Zygote:
 
     def _start(self, listening_fd: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-u", str(PROGRAM), str(listening_fd), str(self.kernel), str(self.folder)]
-        # Room for the command lines of what it forks, and for their environments.
+        # Forked processes show their own command line and environment in /proc, in the room made here.
         command.append(" " * 4096)
         warm = {k: v for k, v in env.items() if k != "OMP_NUM_THREADS"} | RECIPE | {wire.ENV_ROOM: "x" * ROOM_BYTES}
         with open(self.folder / wire.ZYGOTE_LOG, "wb") as log:
@@ -84,15 +101,15 @@ class Zygote:
 
     @property
     def pid(self) -> int:
-        """Of the process that has torch imported."""
+        """The pid of the process that has torch imported."""
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether it is there, for this process and not for one that forked this one."""
+        """Whether it runs, and this process started it rather than a parent that forked this process."""
         return self.kernel == os.getpid() and self._process.poll() is None
 
     def end(self) -> None:
-        """End it, if it is this process's own; jobs that it has forked go on."""
+        """End it if this process started it; jobs that it forked go on."""
         atexit.unregister(self.end)
         if self.kernel == os.getpid():
             self._process.terminate()
@@ -100,7 +117,7 @@ class Zygote:
 
 
 class ForkedKeeper:
-    """The keeper over the agent of a warm job, with as much of `subprocess.Popen` as `Job` needs."""
+    """The keeper of a warm job's agent, with the part of `subprocess.Popen` that `Job` needs."""
 
     def __init__(self, pid: int, connection: Connection) -> None:
         self.pid = pid
@@ -109,7 +126,7 @@ class ForkedKeeper:
         self._returncode: int | None = None
 
     def poll(self, within_s: float = 0.001) -> int | None:
-        """The exit code, -15 for a death by SIGTERM; None while it is there."""
+        """The exit code, -15 for a death by SIGTERM; None while it runs."""
         with self._lock:
             if self._returncode is None:
                 self._connection.socket.settimeout(within_s)
@@ -120,81 +137,67 @@ class ForkedKeeper:
             return self._returncode
 
     def wait(self) -> int:
-        """Return the exit code when there is one."""
+        """Wait for the exit code."""
         while (code := self.poll(within_s=0.2)) is None:
             pass
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal unless it has ended."""
+        """Send a signal, unless the keeper has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def exit_fd(self) -> int:
-        """A file descriptor of the caller's own that becomes readable at the end."""
+        """A file descriptor that becomes readable at the end; the caller closes it."""
         return os.dup(self._connection.socket.fileno())
 
 
-@dataclass(frozen=True)
-class Agent:
-    """A torchrun agent to be forked: its command and environment, the folders its job imports from, the variables that
-    its ranks may set, and the file descriptor of its output."""
-
-    command: Sequence[str]
-    env: Mapping[str, str]
-    folders: Sequence[str]
-    variables: Sequence[str]
-    log: int
-
-
 def begin(env: Mapping[str, str]) -> None:
-    """Start the zygote in the background unless there is one, or none is wanted; returns at once."""
+    """Start the zygote in the background, if there is none and one is wanted."""
     with contextlib.suppress(Declined):
         _running(env)
 
 
 def end() -> None:
-    """End this kernel's zygote, if there is one; the next launch starts another."""
+    """End this kernel's zygote; the next launch starts another."""
     with _lock:
         if _current is not None:
             _retire(_current)
 
 
-def fork_agent(agent: Agent, base_env: Mapping[str, str], patience_s: float) -> ForkedKeeper:
-    """Have `agent` forked; its keeper. `base_env` is the environment that a new zygote would start with.
-
-    Waits up to `patience_s` for a zygote that is still importing torch.
+def fork_agent(start: Start, log: int) -> ForkedKeeper:
+    """Have the zygote fork a job's agent, with its output to file descriptor `log`; returns its keeper.
 
     Raises:
         Declined: the job has to start cold; the text says why.
     """
-    zygote = _running(base_env)
+    zygote = _running(start.base_env)
     try:
-        return _forked(zygote, agent, patience_s)
+        return _forked(zygote, start, log)
     except Declined as declined:
         if not declined.stale:
             raise
     with _lock:
         _retire(zygote)
-    return _forked(_running(base_env), agent, patience_s)
+    return _forked(_running(start.base_env), start, log)
 
 
-def _forked(zygote: Zygote, agent: Agent, patience_s: float) -> ForkedKeeper:
+def _forked(zygote: Zygote, start: Start, log: int) -> ForkedKeeper:
     try:
         connection = Connection.to(zygote.path)
     except OSError:
         raise Declined("the warm process was gone", stale=True) from None
     request = {
         "what": "agent",
-        "arguments": list(agent.command),
-        "env": {**agent.env, wire.ENV_ZYGOTE: zygote.path},
-        "folders": list(agent.folders),
-        "variables": list(agent.variables),
+        "arguments": list(start.command),
+        "env": {**start.env, wire.ENV_ZYGOTE: zygote.path},
+        "folders": list(start.folders),
+        "variables": list(start.variables),
     }
+    patience_s = max(start.patience_s, ANSWERS_WITHIN_S if zygote.served else 0.05)
     with open(os.devnull, "rb") as null:
         try:
-            answers_within_s = ANSWERS_WITHIN_S if zygote.served else 0.05
-            keeper = ask(connection, request, (null.fileno(), agent.log, agent.log), max(patience_s, answers_within_s))
+            keeper = ask(connection, request, (null.fileno(), log, log), patience_s)
         except BaseException:
             connection.close()
             raise
@@ -203,10 +206,10 @@ def _forked(zygote: Zygote, agent: Agent, patience_s: float) -> ForkedKeeper:
 
 
 def _running(env: Mapping[str, str]) -> Zygote:
-    """This kernel's zygote, started now if need be.
+    """This kernel's zygote, started now if there is none.
 
     Raises:
-        Declined: none is wanted, or none can be had here.
+        Declined: none is wanted, or none can run here.
     """
     global _current
     if os.environ.get(wire.ENV_WARM) == "0":
@@ -227,7 +230,7 @@ def _running(env: Mapping[str, str]) -> Zygote:
 
 
 def _retire(zygote: Zygote) -> None:
-    """Have no more to do with `zygote`, which has ended or is out of date; called with the lock held."""
+    """Forget `zygote`, which has ended or is out of date; call it with the lock held."""
     global _current, _failed, _last_words
     if zygote is not _current:
         return
@@ -239,7 +242,7 @@ def _retire(zygote: Zygote) -> None:
 
 
 def _short_folder() -> Path:
-    """A private folder whose sockets' paths stay below the 107 bytes that Linux allows."""
+    """A private folder with a short path: Linux allows 107 bytes for the path of a socket."""
     folder = tempfile.mkdtemp(prefix="ddpkit-")
     if len(os.fsencode(folder)) > 90:
         os.rmdir(folder)

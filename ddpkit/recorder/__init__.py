@@ -1,1 +1,1 @@
-"""Runs inside every rank, unasked: failures, collectives, messages, steps."""
+"""Records inside every rank: failures, collectives, messages, steps, replicas."""

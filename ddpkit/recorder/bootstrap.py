@@ -1,7 +1,7 @@
-"""What runs in a rank before the user's script: arms the failure record, then runs the script as `__main__`, untouched.
+"""Arms the recorder in a rank, then runs the user's script as `__main__`.
 
-`processes/keeper.py` starts it as `python -u bootstrap.py [-m] target args...`; where the start is warm, `zygote.py` calls
-`become` in a forked process. Nothing here imports torch.
+`processes/keeper.py` starts it as `python -u bootstrap.py [-m] target args...`; in a warm start, `forked.py` calls
+`become` instead. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any, NoReturn  # noqa: E402
 from ddpkit.recorder import abort, collectives, failure, replicas, signals, steps, store_keys, watched_calls  # noqa: E402
 from ddpkit.runfolder import wire  # noqa: E402
 
-# Neither Slurm, Lightning nor Python itself uses it; SIGUSR1 is theirs.
+# Unused by Slurm, Lightning and Python, which use SIGUSR1.
 STACK_SIGNAL = signal.SIGRTMIN + 10
 
 
 def become(arguments: list[str], warm: bool = False) -> NoReturn:
-    """Be the rank: arm, run `[-m] target args...` as python would, and leave. `sys.path` starts with nothing of ddpkit's."""
+    """Arm the recorder, run `[-m] target args...` as python would, and end the process."""
     arm(warm)
     as_module = arguments[0] == "-m"
     target, sys.argv = arguments[as_module], arguments[as_module:]
-    # What python does for `-m name` and for `script.py`: the folder that imports start from.
+    # As python does for `-m name` and for `script.py`.
     sys.path.insert(0, os.getcwd() if as_module else os.path.dirname(os.path.abspath(target)))
     if PACKAGE_PARENT not in sys.path:
         sys.path.append(PACKAGE_PARENT)
@@ -46,7 +46,7 @@ def become(arguments: list[str], warm: bool = False) -> NoReturn:
 
 
 def run(target: str, as_module: bool) -> int:
-    """Run the target to its end; the exit code python would end with, or minus the signal that python would die of."""
+    """Run the target; returns python's exit code, or minus the signal that python would die of."""
     try:
         run_module(target) if as_module else run_script(target)
     except SystemExit as error:
@@ -69,17 +69,17 @@ def run(target: str, as_module: bool) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process as multiprocessing ends its children: threads joined, exit functions run, no interpreter torn down.
+    """End the process like a multiprocessing child: join threads, run exit functions, skip the teardown.
 
-    torch's own threads may still be letting go of tensors. One that asks for the GIL of an interpreter in the middle of
-    its teardown aborts the process ("terminate called without an active exception"), now and then, after a good run.
+    A torch thread that still frees tensors, and asks for the GIL during the interpreter's teardown, aborts the process
+    ("terminate called without an active exception"), now and then, after a good run.
     """
-    keyed = store_keys.called()
+    keyed = list(store_keys.called)
     with contextlib.suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
-    if store_keys.called() != keyed:
+    if list(store_keys.called) != keyed:
         collectives.note()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -93,7 +93,7 @@ def leave(code: int) -> NoReturn:
 
 
 def arm(warm: bool) -> None:
-    """Say that this rank is here, and have its crashes, stacks and failures written into its own folder."""
+    """Record this rank's start, and have its crashes, stacks and failures written into its folder."""
     for name in ("PYTHON_EXEC", wire.ENV_ZYGOTE, *(n for n in os.environ if n.startswith("PET_"))):
         os.environ.pop(name, None)
     folder = wire.own_rank_folder()
@@ -112,23 +112,22 @@ def arm(warm: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         faulthandler.enable(_kept_open(folder / wire.CRASH), all_threads=True)
         abort.arm(collectives.note)
-        # By default an alarm ends a process without a word.
+        # By default an alarm ends a process without an error message.
         faulthandler.register(signal.SIGALRM, _kept_open(folder / wire.CRASH), all_threads=False, chain=True)
-        # Of the main thread alone: to walk the stack of a thread that is running may crash the process, and py-spy can.
+        # Only the main thread: walking the stack of a running thread may crash the process. py-spy reads the others.
         faulthandler.register(STACK_SIGNAL, _kept_open(folder / wire.STACK), all_threads=False, chain=False)
         wire.write_record(folder / wire.STARTED, started(warm))
 
 
 def _be_child_of_torchrun(agent: str) -> None:
-    """Have `os.getppid()` answer with torchrun's process, as without ddpkit, rather than with this rank's keeper: programs
-    name by it what all ranks of a job share."""
+    """Have `os.getppid()` return torchrun's pid, as without ddpkit: programs use it to name what ranks share."""
     keeper, parent = os.getppid(), os.getppid
     if agent:
         os.getppid = lambda: int(agent) if parent() == keeper else parent()
 
 
 def _have_leaving_told() -> None:
-    """Have `os._exit` and `os.abort` write down from where they are called: nothing that runs later could, as nothing does."""
+    """Have `os._exit` and `os.abort` write a record first: no Python code runs after them."""
     abort_at_once = os.abort
 
     @functools.wraps(os._exit)
@@ -152,7 +151,7 @@ def _have_leaving_told() -> None:
 
 
 def started(warm: bool) -> dict[str, object]:
-    """This rank's first record; the stack signal is in it because its handler is now in place."""
+    """This rank's first record; it has the stack signal, because the handler is now in place."""
     env = os.environ
     return {
         "at_ns": time.time_ns(),
@@ -167,24 +166,20 @@ def started(warm: bool) -> dict[str, object]:
 
 
 def say_finished(left_at: dict[str, Any] | None = None) -> None:
-    """Record that the script came to its end, or left with exit code 0 by the line `left_at`; what happens to this process
-    from here on is torch's and Python's doing."""
-    folder = failure.own_folder()
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            wire.write_record(folder / wire.FINISHED, {"at_ns": time.time_ns(), "left_at": left_at})
-        collectives.note()
-        steps.finish()
-        replicas.note_at_the_end()
+    """Record that the script ended, or left with exit code 0 at the line `left_at`."""
+    failure.record(wire.FINISHED, {"at_ns": time.time_ns(), "left_at": left_at})
+    collectives.note()
+    steps.finish()
+    replicas.note_at_the_end()
 
 
 def _kept_open(path: Path) -> int:
-    """A file descriptor that stays open as long as the rank lives: faulthandler writes to it when all else is lost."""
+    """A file descriptor that stays open while the rank lives, for faulthandler to write to."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
 def run_script(path: str) -> None:
-    """Run the file at `path` as `__main__`. `__spec__` stays None, as with python, so that spawned workers find the file."""
+    """Run the file at `path` as `__main__`; `__spec__` is None as with python, so spawned workers find it."""
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec")
     exec(code, fresh_main(__file__=path, __cached__=None).__dict__)
@@ -203,7 +198,7 @@ def run_module(name: str) -> None:
 
 
 def fresh_main(**names: object) -> ModuleType:
-    """An empty `__main__` in the place of this file's."""
+    """A new `__main__` module, which replaces this file's."""
     module = ModuleType("__main__")
     module.__dict__.update({"__builtins__": builtins, "__spec__": None, "__package__": None, **names})
     sys.modules["__main__"] = module

@@ -1,8 +1,7 @@
-"""Writes down which collectives this rank has joined: their count when the watcher asks, all of them at a stall and at the end.
+"""Writes down this rank's collectives, at its end or when the watcher asks.
 
-What torch knows is its flight recorder, which keeps the last 2000 collectives of a rank with the Python line each came
-from. Only a thread of the rank can read it, so one waits on a named pipe in the rank's folder; it costs nothing until
-it is asked. It starts with the first process group, whose own threads are there by then.
+torch's flight recorder keeps the last 2000 collectives of a rank with their Python lines. Only a thread of the rank can
+read it, so one waits for questions on a named pipe in the rank's folder, from the first process group on.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ddpkit.runfolder import wire
 
 from . import failure, messages, store_keys
 
-# The rest of a long record is read by nobody, and the frames of one entry take ten times the room of its numbers.
+# Only the last entries keep their frames, which take ten times the room of the rest and of which only the last are read.
 MOST_PLACES = 64
 
-# A signal's handler may end a rank that is writing them down.
+# Reentrant: a signal handler may end the rank while it writes them down.
 _lock = threading.RLock()
 _listening_pid = 0
 _members: dict[str, list[int]] = {}
@@ -32,13 +31,10 @@ _groups_asked: list[list[int]] = []
 
 
 def say_joining(asked: Mapping[str, Any]) -> None:
-    """Record that this rank begins to join the process group, and whom; `asked` are `init_process_group`'s keywords.
+    """Record how this rank joins its process group; `asked` are `init_process_group`'s arguments.
 
-    What a script has put into the environment by now is what counts, and nobody outside can see it.
+    The script may have changed the environment by now, which cannot be seen from outside.
     """
-    folder = failure.own_folder()
-    if folder is None:
-        return
     env, by = os.environ, asked.get("init_method") or "env://"
     record = {
         "at_ns": time.time_ns(),
@@ -49,32 +45,23 @@ def say_joining(asked: Mapping[str, Any]) -> None:
         "rank": asked["rank"] if asked.get("rank", -1) >= 0 else int(env.get("RANK", "-1")),
         "world_size": asked["world_size"] if asked.get("world_size", -1) > 0 else int(env.get("WORLD_SIZE", "-1")),
     }
-    with contextlib.suppress(OSError):
-        wire.write_record(folder / wire.JOINING, record)
-
-
-def say_store(asked: Mapping[str, Any]) -> None:
-    """Record where a store that the program makes is to be, or to be found; `asked` are `TCPStore`'s first arguments."""
-    folder = failure.own_folder()
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            wire.write_record(folder / wire.STORE, {"address": f"{asked.get('host_name', '')}:{asked.get('port', '')}"})
+    failure.record(wire.JOINING, record)
 
 
 def say_grouping(asked: Mapping[str, Any]) -> None:
-    """Keep which ranks this one names for a new process group, no ranks for all; `asked` are `new_group`'s arguments."""
+    """Keep the ranks that this one names for a new group; `asked` are `new_group`'s arguments."""
     if not asked.get("use_local_synchronization"):
         with contextlib.suppress(Exception):
             _groups_asked.append(sorted(map(int, asked.get("ranks") or ())))
 
 
 def _without_scheme(init_method: str) -> str:
-    """`host:port` of `tcp://host:port?rank=0`; anything else as it is."""
+    """`host:port` of `tcp://host:port?rank=0`; any other text unchanged."""
     return init_method.removeprefix("tcp://").partition("?")[0] if init_method.startswith("tcp://") else init_method
 
 
 def listen() -> None:
-    """Begin to answer the watcher; called once a process group is up. Nothing happens outside a ddpkit job."""
+    """Begin to answer the watcher, once a process group is up; nothing outside a ddpkit job."""
     global _listening_pid
     folder = failure.own_folder()
     if folder is None or _listening_pid == os.getpid():
@@ -84,7 +71,7 @@ def listen() -> None:
         path = folder / wire.ASK
         path.unlink(missing_ok=True)
         os.mkfifo(path, 0o600)
-        # Open for writing too: then the pipe has no end.
+        # Also open for writing, so that reading never meets the pipe's end.
         asked = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         threading.Thread(target=_answer, args=(asked,), name="ddpkit answers its watcher", daemon=True).start()
 
@@ -100,10 +87,7 @@ def _answer(asked: int) -> None:
 
 
 def note(name: str = wire.COLLECTIVES, with_entries: bool = True) -> None:
-    """Write this rank's collectives into its folder; nothing where torch has recorded none.
-
-    Called at a failure, before its process group is torn down, at the script's end, and by the thread that is asked.
-    """
+    """Write this rank's collectives into its folder; nothing if it had no process group."""
     folder = failure.own_folder()
     if folder is None or _listening_pid != os.getpid():
         return
@@ -111,22 +95,20 @@ def note(name: str = wire.COLLECTIVES, with_entries: bool = True) -> None:
         remember_groups()
         found = recorded(with_entries)
         with contextlib.suppress(OSError):
-            wire.write_record(folder / name, {"at_ns": time.time_ns(), "exchanges": messages.exchanges(), **found})
+            wire.write_record(folder / name, {"at_ns": time.time_ns(), "exchanges": messages.exchanges, **found})
 
 
 def recorded(with_entries: bool) -> dict[str, Any]:
-    """The flight recorder as plain data: `enqueued` and `completed`, the number of the last collective by process group,
-    and with `with_entries` the collectives themselves, the sends and receives and the calls of a store, each oldest first, the
-    peers and keys of those that are not over, the exception that is being handled, the ranks of each process group, and how many
-    groups were made.
+    """The flight recorder as plain data; without one (older torch), only the default group's number.
 
-    An older torch without the recorder for gloo tells the numbers of the default group alone.
+    `enqueued` and `completed` are the numbers of the last collective by process group. `with_entries` adds what
+    `runfolder/calls.py` reads: collectives, messages and calls of a store, oldest first, and what is under way.
     """
     dump = getattr(getattr(sys.modules.get("torch._C"), "_distributed_c10d", None), "_dump_fr_trace", None)
     if dump is None:
         return {"enqueued": _sequence_number(), "completed": {}, "entries": []}
     with _no_inductor():
-        # Written by torch in this very process.
+        # Safe to unpickle: torch wrote it in this process.
         trace = pickle.loads(dump(with_entries, with_entries, False))
     status = trace.get("pg_status", {})
     found: dict[str, Any] = {
@@ -138,10 +120,9 @@ def recorded(with_entries: bool) -> dict[str, Any]:
         without_place = len(entries) - MOST_PLACES
         found["requested"], found["groups"] = messages.requested(), list(_members.values())
         found["groups_asked"] = _groups_asked
-        found["exchanged"] = [{**one, "where": _place([line] if line else [])} for one, line in messages.exchanged()]
-        found["keyed"] = [{**one, "where": _place([line])} for one, line in store_keys.called()]
-        found["set_beside"] = [{**one, "where": _place([line])} for one, line in store_keys.set_beside()]
-        found["awaited"], found["handling"] = store_keys.awaited(), failure.handled_by_main()
+        found["exchanged"], found["keyed"] = _placed(messages.exchanged), _placed(store_keys.called)
+        found["set_beside"], found["awaited"] = _placed(store_keys.set_beside), list(store_keys.awaited)
+        found["handling"] = failure.handled_by_main()
         calls_of = messages.calls()
         found["entries"] = [_entry(entry, i >= without_place, calls_of) for i, entry in enumerate(entries)]
     return found
@@ -149,8 +130,7 @@ def recorded(with_entries: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _no_inductor() -> Iterator[None]:
-    """Keep torch from importing its compiler, 0.8 s, to ask whether any of the frames were compiled: none can be, while
-    nobody has imported it."""
+    """Keep torch from importing its compiler (0.8 s) to ask whether frames were compiled; none can be."""
     torch, nothing = sys.modules["torch"], object()
     if "torch._inductor" not in sys.modules:
         torch.__dict__["_inductor"] = nothing
@@ -181,25 +161,29 @@ def _entry(
         "brings": call.brings if call else None,
         "reduces": call.reduces if call else "",
         "over_ns": call.over_ns if call else 0,
-        # What is scattered is of one rank, and comes to all.
+        # Only one rank has the input of a scatter; all have its output.
         "sizes": entry["output_sizes" if op == "scatter" else "input_sizes"],
         "dtypes": entry["output_dtypes" if op == "scatter" else "input_dtypes"],
         "at_ns": entry["time_created_ns"],
-        # gloo's entries never leave the state "scheduled", and are retired a moment after their call has come back; NCCL's say
-        # "completed" before they are retired.
+        # gloo's entries stay "scheduled", and are retired just after their call has come back; NCCL's say "completed"
+        # before they are retired.
         "done": entry["retired"] or entry["state"] == "completed" or came_back,
         "where": _place(entry["frames"]) if placed else None,
         "path": _path(entry["frames"]) if placed else [],
     }
 
 
+def _placed(calls: Iterable[tuple[dict[str, Any], dict[str, Any] | None]]) -> list[dict[str, Any]]:
+    return [{**call, "where": _place([line] if line else [])} for call, line in list(calls)]
+
+
 def _path(frames: list[dict[str, Any]]) -> list[str]:
-    """The user's own lines on the way to a collective as `file:line`, the innermost first."""
+    """The user's lines on the way to a collective as `file:line`, innermost first."""
     return [f"{each['filename']}:{each['line']}" for each in frames if failure.is_users_own(each["filename"])]
 
 
 def _place(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The innermost of `frames` that is the user's own, as a record."""
+    """The innermost of `frames` in the user's code, as a record."""
     for frame in frames:
         file, line = frame["filename"], frame["line"]
         if failure.is_users_own(file):
@@ -209,11 +193,11 @@ def _place(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def remember_groups() -> None:
-    """Keep the global ranks of each process group, for when it is gone. The recorder's own list is empty for gloo."""
+    """Keep each process group's global ranks, which the flight recorder does not have for gloo."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     with contextlib.suppress(Exception):
         for group, ranks in c10d._world.pg_group_ranks.items():
-            # A group without this rank is a plain number among the groups.
+            # A group without this rank is a plain number in this list.
             if name := getattr(group, "group_name", ""):
                 _members[name] = sorted(ranks)
 

@@ -1,4 +1,4 @@
-"""Writes down how a rank failed: when, to the nanosecond, with what, and at which of the user's own lines."""
+"""Writes down how a rank failed: when, with what, and at which of the user's lines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback as tb
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,17 +25,17 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _ranks_own_pid = 0
 _ranks_own_folder: Path | None = None
 _spare: int | None = None
-# On an exception itself, when it was first seen: to keep the exception would keep all that its frames hold.
+# Set on the exception itself: to keep a reference to it would keep all that its frames hold.
 _FIRST_SEEN, _LET_GO = "_ddpkit_first_seen_ns", "_ddpkit_let_go"
-# As it was before a rank's own tells from where it was called.
+# The original: in a rank `os._exit` writes a record first.
 leave_at_once = os._exit
 
 
 def note(error: BaseException) -> None:
-    """Stamp `error` now and write it down; called where an exception is seen before its cause is cleaned away.
+    """Write down `error` with the time when it was first seen.
 
-    A rank that raises closes its sockets on the way out, and its peers then fail at once. The stamp is therefore
-    taken as early as it can be, and kept when the same exception is met again.
+    A rank that raises closes its sockets on the way out, and its peers then fail at once. So the time is taken as early
+    as possible, and kept when the same exception comes again.
     """
     folder = own_folder()
     if folder is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
@@ -44,17 +45,14 @@ def note(error: BaseException) -> None:
 
 
 def stamp(error: BaseException | None, lets_go: bool = False) -> None:
-    """Keep when `error`, if there is one, was first seen, and whether the others go on from there: at a barrier, say."""
+    """Keep when `error` was first seen, and whether the other ranks could then go on."""
     if error is not None:
         vars(error).setdefault(_FIRST_SEEN, time.time_ns())
         vars(error).setdefault(_LET_GO, lets_go)
 
 
 def note_leaving(by: str, message: str) -> None:
-    """Write down that this thread is about to leave `by` `os._exit` or `os.abort`, and the exception that it handles, if any.
-
-    A thread of the program's own may end the rank while the main thread waits; `frames` say where that was.
-    """
+    """Write down that this thread ends the rank `by` `os._exit` or `os.abort`."""
     folder, main = own_folder(), threading.main_thread()
     if folder is None:
         return
@@ -74,10 +72,9 @@ def note_leaving(by: str, message: str) -> None:
 
 
 def handled_by_main() -> dict[str, Any] | None:
-    """The exception that the main thread handles just now, in an `except` or `finally`, with the line that raised it; None where
-    it handles none."""
+    """The exception that the main thread is handling now, with the line that raised it; or None."""
     found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
-    # Python 3.11 has all three of `sys.exc_info()`.
+    # Python 3.11 returns a tuple as `sys.exc_info()` does.
     error = found[1] if isinstance(found, tuple) else found
     if error is None:
         return None
@@ -85,27 +82,32 @@ def handled_by_main() -> dict[str, Any] | None:
     return {"type": type(error).__name__, "message": _text_of(error)[:2_000], "where": _innermost_own(frames)}
 
 
+def record(name: str, entry: dict[str, Any]) -> None:
+    """Write a record into this rank's folder; nothing in any other process."""
+    folder = own_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            wire.write_record(folder / name, entry)
+
+
 def _write(folder: Path, described_as: Callable[[], dict[str, Any]]) -> None:
     _hand_back_the_spare()
     for _attempt in range(2):
-        # torch's handler of SIGCHLD raises, for a loader's worker that died, in whatever the rank runs just then.
+        # For a dead loader worker, torch's SIGCHLD handler raises in whatever code the rank is running.
         with contextlib.suppress(Exception):
             wire.write_record(folder / wire.FAILURE, described_as())
             return
 
 
 def this_process_is_the_rank() -> None:
-    """From here on failures are noted: those of this process, not of the ones that it forks.
-
-    The folder is the one of the rank that torchrun started, whatever the script makes of `RANK` later.
-    """
+    """Record failures from here on: of this process, not of its forks, and even if `RANK` is changed."""
     global _ranks_own_pid, _ranks_own_folder, _spare
     _ranks_own_pid, _ranks_own_folder = os.getpid(), wire.own_rank_folder()
     _spare = os.open(os.devnull, os.O_RDONLY)
 
 
 def _hand_back_the_spare() -> None:
-    """Make room for one open file, in a rank that may have failed for want of any."""
+    """Free one file descriptor, in case the rank failed because it had none left."""
     global _spare
     if _spare is not None:
         os.close(_spare)
@@ -113,12 +115,12 @@ def _hand_back_the_spare() -> None:
 
 
 def own_folder() -> Path | None:
-    """The folder for this rank's records; None in a process that the rank forked, whose end is not the rank's."""
+    """The folder for this rank's records; None outside of a rank, and in a process that it forked."""
     return _ranks_own_folder if os.getpid() == _ranks_own_pid else None
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """`error` as a record: type, message, the chain behind it, its frames, and the user's own line."""
+    """`error` as a record: the fields of `runfolder.failures.Failure`."""
     whole, error = error, _only_one_in(error)
     frames = [_frame(f) for f in _own_traceback(error.__traceback__)]
     message = _text_of_exit(error) if isinstance(error, SystemExit) else _text_of(error)
@@ -130,13 +132,12 @@ def described(error: BaseException) -> dict[str, Any]:
         "frames": frames,
         "where": _innermost_own(frames) or (frames[-1] if frames else _syntax_error_place(error)),
         "nan_in": _nan_in(trimmed(error.__traceback__)),
-        # What the ranks found out together names those at fault; the others raise it too, as a consequence.
         "at_fault": list(getattr(error, "at_fault", ())),
     }
 
 
 def _nan_in(traceback: TracebackType | None) -> list[str]:
-    """The variables of the user's own functions that hold nan, as numbers or small tensors, the innermost function's first."""
+    """The variables of the user's functions that hold nan, innermost function first."""
     found: list[str] = []
     while traceback is not None:
         frame = traceback.tb_frame
@@ -151,21 +152,21 @@ def _holds_nan(value: Any) -> bool:
         if isinstance(value, float):
             return math.isnan(value)
         torch = sys.modules.get("torch")
-        # To look at a tensor of another kind may take a collective.
+        # Reading other kinds of tensors may take a collective.
         if torch and type(value) in (torch.Tensor, torch.nn.Parameter):
             return value.device.type == "cpu" and value.numel() <= MOST_SEARCHED and bool(value.detach().isnan().any())
     return False
 
 
 def _only_one_in(error: BaseException) -> BaseException:
-    """What a group of one exception holds, as of a TaskGroup with one failed task: the group itself says only how many."""
+    """The exception in a group of one, as from a TaskGroup with one failed task; else `error` itself."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
 
 
 def trimmed(traceback: TracebackType | None) -> TracebackType | None:
-    """`traceback` without the frames of ddpkit that lead into the user's code."""
+    """`traceback` without ddpkit's outer frames."""
     while traceback is not None and _is_ddpkits(traceback.tb_frame.f_code.co_filename):
         traceback = traceback.tb_next
     return traceback
@@ -176,20 +177,16 @@ def _is_ddpkits(file: str) -> bool:
 
 
 def _own_traceback(traceback: TracebackType | None) -> list[Any]:
-    import traceback as tb
-
     return list(tb.extract_tb(trimmed(traceback)))
 
 
 def _stack(frame: FrameType | None) -> list[dict[str, Any]]:
     """The frames of a thread, outermost first, without those of ddpkit."""
-    import traceback as tb
-
     return [_frame(f) for f in tb.extract_stack(frame) if not _is_ddpkits(f.filename)]
 
 
 def called_from() -> dict[str, Any] | None:
-    """The user's own line that this thread is in, as a record."""
+    """The user's line that this thread is in, as a record."""
     return _innermost_own(_stack(sys._getframe(1)))
 
 
@@ -198,8 +195,6 @@ def _innermost_own(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _printed(error: BaseException) -> str:
-    import traceback as tb
-
     return "".join(tb.format_exception(type(error), error, trimmed(error.__traceback__)))
 
 
@@ -226,8 +221,7 @@ def _installed() -> tuple[str, ...]:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """What `error` was raised from or while handling, nearest first, `from None` too: what the rank had met before counts, if
-    the program hides it or not. `error` itself is not in it."""
+    """What `error` was raised from or while handling, nearest first; `from None` does not hide it here."""
     found: list[BaseException] = []
     at: BaseException | None = error
     while at is not None and len(found) < 10:
@@ -249,7 +243,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _text_of_exit(error: SystemExit) -> str:
-    # Anything but a number is printed, and the exit code is 1.
+    # Anything that is not a number is printed, and the exit code is 1.
     return f"exit code {error.code}" if isinstance(error.code, int) else str(error.code)
 
 
@@ -261,7 +255,7 @@ def _syntax_error_place(error: BaseException) -> dict[str, Any] | None:
 
 
 def no_keyboard(*_: object, **__: object) -> Any:
-    """Stands in for `input` and `breakpoint` in a rank, whose stdin is empty."""
+    """Replaces `input` and `breakpoint` in a rank, whose stdin is empty."""
     raise EOFError(
         f"rank {os.environ.get('RANK', '?')} asked for keyboard input, but the ranks of a job have no keyboard. "
         "Pass the value in args= or env=; to look inside, print, or read run.ranks[i].stack."
@@ -269,7 +263,5 @@ def no_keyboard(*_: object, **__: object) -> Any:
 
 
 def print_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """The excepthook of a rank: as Python prints it, without ddpkit's frames and with the source lines of cells."""
-    import traceback as tb
-
+    """A rank's excepthook: prints as Python does, without ddpkit's frames."""
     tb.print_exception(kind, error, trimmed(traceback))

@@ -1,7 +1,6 @@
-"""What a process forked from the zygote takes on, so that it is what it would be if it had been started: keeper, agent or rank.
+"""Makes a process forked from the zygote like a started keeper, agent or rank.
 
-The keeper is forked from the zygote, and the agent or the rank from the keeper, which stays its parent: a zygote that dies
-takes no running job along.
+The keeper is forked from the zygote, and the agent or rank from the keeper: a zygote that dies ends no running job.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from . import bootstrap
 
 @dataclass(frozen=True)
 class Inheritance:
-    """What the zygote hands down: where Python itself imports from, and what was said while torch was imported."""
+    """What the zygote passes on: Python's own import path, and what importing torch printed."""
 
     path: list[str]
     said: bytes
 
 
 def keep(connection: Connection, request: dict[str, Any], fds: list[int], inheritance: Inheritance) -> NoReturn:
-    """Be the keeper of the agent or rank that `request` asks for, and tell its end over `connection`."""
+    """Be the keeper of the requested agent or rank, and send its end over `connection`."""
     try:
         try:
             _take_on(request, fds, connection)
         except OSError as error:
             connection.send((f"a forked process cannot have the limits of this one ({error})", False))
             os._exit(1)
-        # Fails where whoever asked has gone meanwhile: then nobody wants this process.
+        # Fails if the asking process is gone; then this process is not needed.
         connection.send(os.getpid())
         keep, be = (keeper.keep_agent, _be_agent) if request["what"] == "agent" else (keeper.keep_rank, _be_rank)
         status = keep(lambda: _leave_for(be, request["arguments"], inheritance), connection.peer()[0])
@@ -59,15 +58,15 @@ def keep(connection: Connection, request: dict[str, Any], fds: list[int], inheri
 def _leave_for(
     be: Callable[[list[str], Inheritance], NoReturn], arguments: list[str], inheritance: Inheritance
 ) -> NoReturn:
-    """Be it outside of all of the zygote's frames, which nobody wants to see in a rank's stack."""
+    """Call `be` outside of the zygote's frames, which do not belong into a rank's stack."""
     raise keeper.Forked(lambda: be(arguments, inheritance))
 
 
 def _take_on(request: Mapping[str, Any], fds: Sequence[int], connection: Connection) -> None:
-    """Take on what a process started by whoever asks would have inherited.
+    """Take on what a child of the asking process would have inherited.
 
     Raises:
-        OSError: a limit cannot be had, or whoever asks has gone.
+        OSError: a limit cannot be set, or the asking process is gone.
     """
     os.setsid()
     for number, fd in enumerate(fds):
@@ -105,11 +104,10 @@ def _be_agent(command: list[str], inheritance: Inheritance) -> NoReturn:
 
 
 def _hurry_the_rendezvous() -> None:
-    """Spare an agent that has this host to itself what only many hosts need, and what only a small process can afford.
+    """Skip two slow steps of torchrun's rendezvous.
 
-    The first is a random pause of up to 0.3 s, so that hosts do not all ask at once; later pauses, a number of seconds
-    instead of a range, are kept. The second is `inspect.stack()`, which looks through every module that is loaded, 18
-    times, for the names in log lines.
+    One is a random pause of up to 0.3 s, so that many hosts do not ask at once; other pauses, given as a number of
+    seconds, are kept. The other is `inspect.stack()`, which searches all loaded modules 18 times for names in log lines.
     """
     rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     pause = getattr(rendezvous, "_delay", time.sleep)
@@ -119,10 +117,10 @@ def _hurry_the_rendezvous() -> None:
 
 
 def _be_rank(arguments: list[str], inheritance: Inheritance) -> NoReturn:
-    """Run the rank's script, as the bootstrap does in a cold rank."""
+    """Run the rank's script, as in a cold rank."""
     command = keeper.rank_command(arguments)
     _be_fresh(command, [], inheritance)
-    # torchrun handles these, so that its ranks have them by default even where a shell has had them ignored.
+    # torchrun handles these signals, so its ranks get the default even if a shell had them ignored.
     for number in keeper.FATAL:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     _be_torch_of(os.environ)
@@ -130,7 +128,7 @@ def _be_rank(arguments: list[str], inheritance: Inheritance) -> NoReturn:
 
 
 def _be_fresh(command: list[str], first_folders: list[str], inheritance: Inheritance) -> None:
-    """What a Python just started as `command` would have: its own seeds, keys, caches and name; nobody else's sockets."""
+    """Give this process what a new Python has: its own seeds, keys, caches and name, and no open sockets."""
     show_as(command, os.environ)
     os.closerange(3, 4096)
     sys.orig_argv = list(command)
@@ -147,7 +145,7 @@ def _be_fresh(command: list[str], first_folders: list[str], inheritance: Inherit
 
 
 def _be_torch_of(env: Mapping[str, str]) -> None:
-    """Have torch and numpy's BLAS look again at what they read from the environment when they were loaded."""
+    """Apply what torch and numpy's BLAS read from the environment when they are loaded."""
     import torch
     import torch.distributed as dist
 
@@ -155,7 +153,7 @@ def _be_torch_of(env: Mapping[str, str]) -> None:
     torch.default_generator.seed()
     threads, cores = env.get("OMP_NUM_THREADS"), len(os.sched_getaffinity(0))
     if threads:
-        # As when torch is loaded: MKL never takes more threads than there are cores, OpenMP alone does.
+        # As when torch is loaded: MKL never takes more threads than there are cores, OpenMP does.
         most = torch.get_num_threads() if torch.backends.mkl.is_available() else int(threads)
         torch.set_num_threads(min(int(threads), most))
     blas = min(int(env.get("OPENBLAS_NUM_THREADS") or threads or cores), cores)
@@ -164,33 +162,33 @@ def _be_torch_of(env: Mapping[str, str]) -> None:
 
 
 def _limit_blas(threads: int) -> None:
-    """Have numpy's BLAS take so many threads."""
+    """Set the number of threads of numpy's BLAS."""
     before = set(os.environ)
     import threadpoolctl
 
     threadpoolctl.threadpool_limits(threads, user_api="blas")
-    # A cold rank has neither the module nor the variable that loading it sets, until the program loads it itself.
+    # A cold rank has neither the module nor the variable that it sets, until the program imports it.
     del sys.modules["threadpoolctl"]
     for name in set(os.environ) - before:
         del os.environ[name]
 
 
 def import_folders(env: Mapping[str, str]) -> list[str]:
-    """PYTHONPATH as Python puts it into `sys.path`."""
+    """The folders of PYTHONPATH, as Python puts them into `sys.path`."""
     entries = env.get("PYTHONPATH", "")
     return list(dict.fromkeys(os.path.abspath(e) for e in entries.split(os.pathsep))) if entries else []
 
 
 def show_as(command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Have /proc, and so `ps`, py-spy and the sweep for what a job left behind, tell this command line and environment.
+    """Have /proc show this command line and environment, for `ps`, py-spy and the sweep.
 
-    Linux reads both from where the process was given them at its start; the zygote was given room there. `env` is cut
-    where it does not fit, the mark of the job comes first.
+    Linux reads both from the memory in which the process got them at its start; the zygote was given room there. `env`
+    is cut if it does not fit; the job's mark comes first.
     """
     with open("/proc/self/stat", "rb") as stat:
         arguments, arguments_end, variables, variables_end = map(int, stat.read().rpartition(b")")[2].split()[45:49])
     title = b" ".join(os.fsencode(word) for word in command)
-    # A last byte that is not zero tells Linux that this is a title: one string, up to the first zero.
+    # A last byte that is not zero tells Linux that this is a title: one string up to the first zero.
     size = arguments_end - arguments
     ctypes.memmove(arguments, title[: size - 2].ljust(size - 1, b"\0") + b"\xff", size)
     marked = sorted(env.items(), key=lambda item: item[0] != wire.ENV_RUN)

@@ -1,4 +1,4 @@
-"""Runs a notebook function in a rank: loads what the kernel pickled, calls it, and hands its return value back."""
+"""Runs a notebook function in a rank, and hands its return value back."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ddpkit.runfolder import wire
 
 
 def load(script: str) -> dict[str, Any]:
-    """The names of the notebook that the function uses, for the globals of `script`, so that spawned workers find them.
+    """The notebook's names that the function uses, for the globals of the file `script`.
 
-    `script` is the file that ddpkit wrote into the run folder; the pickled call lies beside it.
+    ddpkit wrote that file into the run folder, next to the pickled call; spawned workers find the names there.
     """
     import cloudpickle
 
@@ -22,7 +22,7 @@ def load(script: str) -> dict[str, Any]:
     context = wire.read_record(folder / wire.CALL_CONTEXT) or {}
     sys.path.extend(p for p in context.get("sys_path", []) if p not in sys.path)
     for file, source in context.get("sources", {}).items():
-        # No modification time: linecache then never looks for the file, which exists in the kernel only.
+        # Without a modification time linecache never looks for the file, which exists only in the kernel.
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     with open(folder / wire.CALL, "rb") as pickled:
         function, args, kwargs, names = cloudpickle.load(pickled)

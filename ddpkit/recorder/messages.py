@@ -1,5 +1,4 @@
-"""Keeps what no recorder has: with which rank each send and receive is, from or to which a collective is, and what number a rank
-brings to one of a single number."""
+"""Keeps what torch's recorder lacks: the peer of a message, a collective's root, and this rank's number."""
 
 from __future__ import annotations
 
@@ -18,26 +17,28 @@ from typing import Any
 from . import failure
 
 MOST = 2000
-# To sum these up takes some microseconds.
+# Summing up so many values takes some microseconds.
 MOST_SUMMED = 32_768
 PLAIN = (str, int, float, bool, type(None))
 OF_OBJECTS = ("all_gather_object", "broadcast_object_list")
-# The arguments of a collective that are looked at.
+# The arguments of a collective that are read.
 ASKED = ("dst", "src", "tensor", "input_tensor", "op", "obj", "object_list", "async_op")
 
-_count = 0
-# The last sends and receives that began, and the user's line of each.
-_exchanged: deque[tuple[dict[str, Any], dict[str, Any] | None]] = deque(maxlen=MOST)
-# The rank with which a send or receive is under way, or failed.
+# How many sends and receives there were, and the last ones, each with the user's line.
+exchanges = 0
+exchanged: deque[tuple[dict[str, Any], dict[str, Any] | None]] = deque(maxlen=MOST)
+# The peer of the send or receive that is under way or failed.
 under_way_with: int | None = None
 _requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass
 class Called:
-    """A call of a collective from or to rank `root`, with `brings`, this rank's number; `reduces`: what is made of all numbers,
-    as in `Collective`. `async_op`: it does not wait for its end. When it began and was over, 0 while it is not; `waited`:
-    until the collective had ended or failed (of NCCL's, only its stream waits)."""
+    """A call of a collective; `root`, `brings` and `reduces` are as in `runfolder.calls.Collective`.
+
+    `over_ns` is 0 until it has come back. `waited`: it came back because the collective had ended or failed; with NCCL
+    only the stream waits.
+    """
 
     began_ns: int
     op: str
@@ -49,7 +50,7 @@ class Called:
     waited: bool = False
 
     def end(self, error: BaseException | None = None) -> None:
-        """It has come back, or by `error`: one of the collective itself, or what broke off the wait, as an alarm does."""
+        """Note that the call came back, perhaps by `error`: the collective's own, or an alarm's, say."""
         self.over_ns = time.time_ns()
         self.waited = not self.async_op and (error is None or isinstance(error, RuntimeError))
 
@@ -58,47 +59,39 @@ _called: deque[Called] = deque(maxlen=MOST)
 
 
 def begin_exchange(op: str, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A send or receive begins; `asked` are its arguments. The record of it, None for a part of another one."""
+    """Record that a send or receive with arguments `asked` begins; None if another one made this call."""
     global under_way_with
     under_way_with = _other_rank(asked)
     frame: FrameType | None = sys._getframe(1)
     while frame and not failure.is_users_own(frame.f_code.co_filename):
         if frame.f_code.co_name in ("send", "recv"):
-            # The one that this is a part of is there already.
+            # `recv` called `irecv`, and is recorded already.
             return None
         frame = frame.f_back
     line = (
         {"filename": frame.f_code.co_filename, "line": frame.f_lineno, "name": frame.f_code.co_name} if frame else None
     )
     record = {"at_ns": time.time_ns(), "op": op, "peer": under_way_with, "tag": asked.get("tag", 0)}
-    _exchanged.append((record, line))
+    exchanged.append((record, line))
     return record
 
 
 def end_exchange(record: dict[str, Any] | None, given: Any, outer: int | None) -> None:
-    """Count it, and be again in the one around it, with rank `outer`. Of one that goes on by itself, keep the other rank for as
-    long as the program keeps `given`, its handle, and note when that is gone; a receive of whichever rank sends gives it."""
-    global _count, under_way_with
+    """Count a send or receive that returned `given`: a handle, with which the peer is kept, or a rank.
+
+    `outer` is the peer of the call around it; a `recv` from any rank returns the peer.
+    """
+    global exchanges, under_way_with
     if record and record["peer"] is None and isinstance(given, int):
         record["peer"] = given
     with contextlib.suppress(TypeError):
         if under_way_with is not None and hasattr(given, "is_completed"):
             _requests[given] = under_way_with
-    _count, under_way_with = _count + 1, outer
-
-
-def exchanges() -> int:
-    """How many sends and receives have been made."""
-    return _count
-
-
-def exchanged() -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
-    """The last sends and receives as records, oldest first, each with the user's line that it came from."""
-    return list(_exchanged)
+    exchanges, under_way_with = exchanges + 1, outer
 
 
 def requested() -> list[int]:
-    """The ranks with which a send or receive is under way or was begun and not waited for; gloo's end when they are."""
+    """The peers of sends and receives that are under way or not yet waited for."""
     begun = set() if under_way_with is None else {under_way_with}
     with contextlib.suppress(Exception):
         begun |= {other for work, other in list(_requests.items()) if not work.is_completed()}
@@ -106,7 +99,7 @@ def requested() -> list[int]:
 
 
 def begin_call(op: str, asked: Mapping[str, Any]) -> Called:
-    """A call of a collective begins; `asked` are those of its arguments that are named in `ASKED`. To be ended by its `end()`."""
+    """Record that a collective begins; `asked` are its arguments named in `ASKED`. Call `end()` on the result."""
     reduces = getattr(asked.get("op"), "name", "SUM") if op == "all_reduce" else "object" if op in OF_OBJECTS else ""
     async_op = bool(asked.get("async_op"))
     call = Called(time.time_ns(), op, _other_rank(asked), _number_of(op, asked), reduces, async_op)
@@ -115,13 +108,15 @@ def begin_call(op: str, asked: Mapping[str, Any]) -> Called:
 
 
 def calls() -> Callable[[str, int], list[Called]]:
-    """A function that tells the calls during which a collective came, the outermost first, by its name and when the recorder
-    dates it. What torch itself calls in C++, as DDP does, came during none; of threads that call at once, each may be the one."""
+    """A function from a collective's name and time to the calls that made it, outermost first.
+
+    No call makes a collective of DDP, which is made in C++. If two threads call at once, both calls are given.
+    """
     kept = list(_called)
 
     def calls_of(op: str, created_ns: int) -> list[Called]:
         until = bisect.bisect(kept, created_ns, key=lambda call: call.began_ns)
-        # One of objects is two of tensors, their sizes and they, in calls of its own.
+        # A collective of objects calls two of tensors: their sizes and their bytes.
         recent = [call for call in kept[max(until - 3, 0) : until] if created_ns <= (call.over_ns or created_ns)]
         return [call for call in recent if call.op in (op, *OF_OBJECTS)]
 
@@ -129,7 +124,7 @@ def calls() -> Callable[[str, int], list[Called]]:
 
 
 def _other_rank(asked: Mapping[str, Any]) -> int | None:
-    """The global rank that a call goes to or comes from, by its arguments; None where they name none."""
+    """The global rank that a call goes to or comes from, by its arguments; None if they name none."""
     other: int | None = asked.get("dst", asked.get("src"))
     within = asked.get("group_dst", asked.get("group_src"))
     if other is None and within is not None:
@@ -139,8 +134,10 @@ def _other_rank(asked: Mapping[str, Any]) -> int | None:
 
 
 def _number_of(op: str, asked: Mapping[str, Any]) -> float | None:
-    """The number that this rank brings to a collective of these arguments, or the sum of those; None where it brings too many, or
-    has them on a GPU, for which one would have to wait. Of an object, the checksum of a plain one."""
+    """This rank's number for a collective, their sum, or the checksum of a plain object.
+
+    None if there are too many numbers, or if they are on a GPU, for which it would have to wait.
+    """
     with contextlib.suppress(Exception):
         if op in OF_OBJECTS:
             told = asked["obj" if "obj" in asked else "object_list"]

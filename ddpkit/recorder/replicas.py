@@ -1,6 +1,6 @@
-"""Writes down the parameters of this rank's DDP models as its process group goes, or its script ends.
+"""Writes down this rank's DDP models when its process group or its script ends.
 
-The notebook's side, `runfolder/replicas.py`, compares them between ranks: no collective is made for it.
+`runfolder/replicas.py` compares them between ranks, so no collective is needed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ddpkit.runfolder import wire
 
 from . import failure
 
-# Of a larger model every so-many-th value is kept.
+# Of a larger model only every n-th value is kept.
 MOST_VALUES = 200_000
 MOST_MODELS = 4
 
 
 @dataclass
 class Followed:
-    """A DDP model: weak references to it and to the module that it wraps, its ranks, and the values as it was freed."""
+    """A DDP model: weak references to it and to its module, its ranks, and its values when it was freed."""
 
     ddp: weakref.ref[Any]
     module: weakref.ref[Any]
@@ -39,7 +39,7 @@ _followed: deque[Followed] = deque(maxlen=MOST_MODELS)
 
 
 def follow_models(module: ModuleType) -> None:
-    """Have each DDP model followed from here on; `module` is `torch.nn.parallel.distributed`."""
+    """Follow every DDP model from here on; `module` is `torch.nn.parallel.distributed`."""
     ddp = module.DistributedDataParallel
     init = ddp.__init__
 
@@ -57,13 +57,13 @@ def _follow(model: Any) -> None:
 
     ranks = dist.get_process_group_ranks(model.process_group)
     followed = Followed(weakref.ref(model), weakref.ref(model.module), ranks, set(model.parameters_to_ignore))
-    # As a function returns, say: what the model wraps is still there at this moment, unless others hold it in a circle.
+    # Called when a function returns, say: the wrapped module is still there then, unless it is part of a cycle.
     weakref.finalize(model, _keep, followed).atexit = False
     _followed.append(followed)
 
 
 def _keep(followed: Followed) -> None:
-    """Keep the values of a model that is being freed; of one on a GPU, which may have failed, nothing."""
+    """Keep the values of a model that is being freed; a GPU is not asked, it may have failed."""
     module = followed.module()
     with contextlib.suppress(Exception):
         if module is not None and not _has_failed() and all(p.device.type == "cpu" for p in module.parameters()):
@@ -71,7 +71,7 @@ def _keep(followed: Followed) -> None:
 
 
 def note() -> None:
-    """Write the models down as they are now; nothing after a failure, when a GPU may never answer."""
+    """Write the models down as they are now; not after a failure, when a GPU may never answer."""
     folder = failure.own_folder()
     if folder is None or not _followed or _has_failed() or os.environ.get(wire.ENV_REPLICAS) == "0":
         return
@@ -89,29 +89,33 @@ def note() -> None:
 
 
 def note_at_the_end() -> None:
-    """As `note`, where the process group is still there; one that is gone was noted as it went."""
+    """Call `note` if the process group still exists; otherwise that was done when it was destroyed."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         note()
 
 
 def _has_failed() -> bool:
-    """Whether an exception passes through; `sys.exit` is none, unless it comes of one."""
+    """Whether an exception is passing through; `sys.exit` counts only while another one is handled."""
     error = sys.exc_info()[1]
     return error is not None and not (isinstance(error, SystemExit) and error.__context__ is None)
 
 
+def stride_for(values: int) -> int:
+    """Keep every n-th of so many values; an odd n does not stay in the same columns of a matrix."""
+    stride = max(1, -(-values // MOST_VALUES))
+    return stride if stride % 2 else stride + 1
+
+
 def _values(module: Any, followed: Followed) -> tuple[dict[str, Any], bytes]:
-    """What DDP keeps equal, parameters and then buffers: what they are, and their values as float32."""
+    """The parameters and buffers that DDP keeps equal: their description, and their values as float32."""
     import torch
 
     named = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name not in followed.ignored and not hasattr(tensor, "to_local"):
             named[name] = tensor
-    stride = max(1, -(-sum(tensor.numel() for tensor in named.values()) // MOST_VALUES))
-    # An odd stride does not stay within the same columns of a matrix.
-    stride += stride % 2 == 0
+    stride = stride_for(sum(tensor.numel() for tensor in named.values()))
     lengths, values = [], bytearray()
     for tensor in named.values():
         part = tensor.detach().flatten()[::stride].to("cpu", torch.float32).contiguous()

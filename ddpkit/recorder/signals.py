@@ -1,4 +1,4 @@
-"""Writes down which signals this rank sends to other processes, and from which line: who is killed or stopped cannot tell."""
+"""Writes down the signals that this rank sends to other processes, and from which line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _sent: deque[dict[str, Any]] = deque(maxlen=MOST)
 
 
 def arm() -> None:
-    """Have `os.kill` tell of what it sends, other packages' calls of it included."""
+    """Have `os.kill` record what it sends, also when a package calls it."""
     send = os.kill
 
     @functools.wraps(send)
@@ -34,8 +34,6 @@ def arm() -> None:
 
 
 def _note(pid: int, number: int) -> None:
-    folder = failure.own_folder()
-    if folder is not None:
-        name = signal.Signals(number).name
-        _sent.append({"at_ns": time.time_ns(), "pid": pid, "signal": name, "where": failure.called_from()})
-        wire.write_record(folder / wire.SENT, {"sent": list(_sent)})
+    name = signal.Signals(number).name
+    _sent.append({"at_ns": time.time_ns(), "pid": pid, "signal": name, "where": failure.called_from()})
+    failure.record(wire.SENT, {"sent": list(_sent)})

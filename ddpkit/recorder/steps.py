@@ -1,7 +1,7 @@
-"""Writes down this rank's parameters and gradients at every optimizer step, where a job asks for it (`wire.ENV_STEPS`).
+"""Writes down parameters and gradients at every optimizer step, if `wire.ENV_STEPS` asks for it.
 
-The notebook's side, `runfolder/steps.py`, compares them between ranks and with one process. A script needs nothing for it:
-torch calls a hook before and after every `optimizer.step()`, and the first optimizer that steps is followed.
+`runfolder/steps.py` compares them. A script needs no change: torch calls a hook before and after every
+`optimizer.step()`, and the first optimizer that steps is followed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from typing import Any
 
 from ddpkit.runfolder import wire
 
-from . import failure, watched_calls
-
-# Of a larger model every so-many-th value is kept.
-MOST_VALUES = 200_000
+from . import failure, replicas, watched_calls
 
 _recorder: Recorder | None = None
 
@@ -30,7 +27,7 @@ class InjectedFault(RuntimeError):
 
 
 def arm() -> None:
-    """Follow the steps from here on, if this job asks for it."""
+    """Follow the optimizer's steps from here on, if this job asks for it."""
     if os.environ.get(wire.ENV_STEPS) or os.environ.get(wire.ENV_FAULT):
         watched_calls.meet("torch.optim.optimizer", _follow)
 
@@ -46,14 +43,14 @@ def _follow(module: ModuleType) -> None:
 
 
 def finish() -> None:
-    """Write the parameters as they are at the script's end."""
+    """Write down the parameters at the script's end."""
     if _recorder is not None and failure.own_folder() is not None:
         with contextlib.suppress(OSError):
             _recorder.finish()
 
 
 class Recorder:
-    """Follows the first optimizer that steps. Values go to their files as float32, without a copy where they are that."""
+    """Follows the first optimizer that steps, and writes its values as float32."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -66,7 +63,7 @@ class Recorder:
         self._fault_at = int(asked[1]) if asked[0] == os.environ.get("RANK") else -1
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """The hook that torch calls before a step: gradients are complete now."""
+        """The hook that torch calls before a step, when the gradients are complete."""
         if self._optimizer is None:
             self._begin(optimizer)
         if optimizer is not self._optimizer:
@@ -89,16 +86,14 @@ class Recorder:
         self._steps += 1
 
     def finish(self) -> None:
-        """Write the parameters as they are now."""
+        """Write down the parameters as they are now."""
         if self._optimizer is not None:
             self._append(wire.FINAL_VALUES, self._parameters.values())
 
     def _begin(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._parameters = named(optimizer)
-        # An odd stride does not stay within the same columns of a matrix.
-        self._stride = -(-sum(p.numel() for p in self._parameters.values()) // MOST_VALUES)
-        self._stride += self._stride % 2 == 0
+        self._stride = replicas.stride_for(sum(p.numel() for p in self._parameters.values()))
         parts = {name: kept(p, offset(p), self._stride) for name, p in self._parameters.items()}
         record = {
             "names": list(parts),
@@ -119,7 +114,7 @@ class Recorder:
 
 
 def named(optimizer: Any) -> dict[str, Any]:
-    """What `optimizer` updates, by the names its module gives; by number where no living module has all of it."""
+    """The optimizer's parameters by their names in a module; by number if no module has them all."""
     import torch
 
     mine = [p for group in optimizer.param_groups for p in group["params"]]
@@ -130,20 +125,20 @@ def named(optimizer: Any) -> dict[str, Any]:
             continue
         named_parameters = dict(module.named_parameters())
         whole = wanted <= {id(p) for p in named_parameters.values()}
-        # The model itself rather than what wraps it: the names of both differ by a prefix, and the shorter are its own.
+        # The model rather than its wrapper, whose names are longer by a prefix.
         if whole and (not found or sum(map(len, named_parameters)) < sum(map(len, found))):
             found = named_parameters
     return found or {str(i): p for i, p in enumerate(mine)}
 
 
 def kept(value: Any, begin: int, stride: int) -> Any:
-    """Of a tensor, or of the part that this rank holds of a sharded one, every value whose place is a multiple of `stride`."""
+    """Every `stride`-th value of a tensor, or those in a shard that starts at `begin`."""
     part = value.to_local() if hasattr(value, "to_local") else value
     return part.flatten()[-begin % stride :: stride]
 
 
 def offset(parameter: Any) -> int:
-    """Where this rank's part of a sharded parameter begins, in values; 0 where it holds all."""
+    """Where this rank's shard of a parameter begins, in values; 0 if it holds all."""
     if not hasattr(parameter, "to_local"):
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -1,6 +1,6 @@
-"""Looks on while torch.distributed is used in a rank, at the moments a process group is brought up and torn down.
+"""Wraps the calls of torch.distributed that a rank makes, to record them.
 
-torch is not imported from here: its modules are met on the way in, if the script ever imports them.
+torch is not imported here: its modules are wrapped when the script imports them.
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
+from ddpkit.runfolder import wire
+
 from . import collectives, failure, messages, replicas, store_keys
 
 _WATCHED = "torch.distributed.distributed_c10d"
 _IN_C = "torch._C._distributed_c10d"
 _FROM_ONE_OR_TO_ONE = ("broadcast", "scatter", "reduce", "gather")
-# From these the others go on once all have come.
+# Once every rank has joined one of these, all go on.
 _FOR_ALL = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor")
 
 
 def arm() -> None:
-    """Have `init_process_group`, `destroy_process_group`, what goes to one rank or comes from one, and stores watched.
-
-    In a warm rank this was done before the zygote imported torch.
-    """
+    """Wrap torch.distributed when it is imported; a warm rank's zygote has done this already."""
     if _WATCHED not in sys.modules:
         meet(_WATCHED, _watch)
         meet("torch.nn.parallel.distributed", replicas.follow_models)
 
 
 def meet(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Have `then` called with module `name` as soon as that is imported; at once where it is already."""
+    """Call `then` with module `name` when it is imported, or now if it has been."""
     if name in sys.modules:
         then(sys.modules[name])
     else:
@@ -57,7 +56,7 @@ def _watch(module: ModuleType) -> None:
 
 
 class _Meeting(MetaPathFinder):
-    """Finds one module as the other finders would, with a loader that calls `then` after the module has run."""
+    """Finds one module as usual; its loader calls `then` after the module has run."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name, self._then = name, then
@@ -92,7 +91,7 @@ class _MeetingLoader(Loader):
 
 
 def _joining(init: Callable[..., Any]) -> Callable[..., Any]:
-    """`init`, with a record of whom this rank tries to join, and the watcher's questions answered once it has."""
+    """`init`, which records how this rank joins, and then lets it answer the watcher."""
 
     @functools.wraps(init)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
@@ -106,19 +105,20 @@ def _joining(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _meeting_at(init: Callable[..., None]) -> Callable[..., None]:
-    """`init`, that of a store over TCP, with a record of its address where the program itself makes one, rather than torch."""
+    """`TCPStore.__init__`, which records the store's address if the user's code makes it."""
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if failure.is_users_own(sys._getframe(1).f_code.co_filename):
-            collectives.say_store({**dict(zip(("host_name", "port"), args, strict=False)), **kwargs})
+            asked = {**dict(zip(("host_name", "port"), args, strict=False)), **kwargs}
+            failure.record(wire.STORE, {"address": f"{asked.get('host_name', '')}:{asked.get('port', '')}"})
         init(self, *args, **kwargs)
 
     return __init__
 
 
 def _exchanging(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """`exchange`, a send or receive, with a count of it and, where it goes on by itself, a note of the other rank."""
+    """`exchange`, a send or receive, which records itself and its peer."""
     signature = inspect.signature(exchange)
 
     @functools.wraps(exchange)
@@ -135,8 +135,10 @@ def _exchanging(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, a collective, with a note of the rank from or to which it is, of its only number, and of the exception that passes
-    through, stamped before the others may go on, and meet what it left: no recorder keeps them."""
+    """`call`, a collective, which records its root and number.
+
+    It stamps an exception that is passing through, before the other ranks can go on and fail because of it.
+    """
     op = call.__name__
     # Binding all arguments takes as long as a small broadcast.
     asked = [(place, name) for place, name in enumerate(inspect.signature(call).parameters) if name in messages.ASKED]
@@ -159,7 +161,7 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _grouping(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`make`, the making of a process group, with a note of its ranks, which every rank of the job must name alike."""
+    """`new_group`, which records the ranks that it is given: every rank must name the same."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)
@@ -172,7 +174,7 @@ def _grouping(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leaving(destroy: Callable[..., Any]) -> Callable[..., Any]:
-    """`destroy`, with the exception that is passing through stamped before it closes this rank's sockets."""
+    """`destroy`, which first records the replicas and an exception: it closes this rank's sockets."""
 
     @functools.wraps(destroy)
     def destroy_process_group(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The process that warm jobs are forked from: imports torch once, never touches CUDA, keeps one thread, and forks on request.
+"""The process that imports torch once, and from which warm jobs are forked.
 
-`processes/zygote.py` starts one per kernel as `python -u zygote.py LISTENING_FD OWNER_PID FOLDER`. For each request it forks
-a keeper, and the keeper forks the agent or the rank: the same program, `processes/keeper.py`, over the same processes as
-in a cold job. What a fork makes of itself is in `forked.py`; this file preloads, and judges whether a fork would be the same job.
+`processes/zygote.py` starts one per kernel as `python -u zygote.py LISTENING_FD OWNER_PID FOLDER`. For each request it
+forks a keeper, and the keeper forks the agent or the rank, as in a cold job. This file preloads, and decides whether a
+fork would be the same job; `forked.py` has what a fork takes on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ddpkit.recorder import watched_calls
 from ddpkit.recorder.forked import Inheritance, import_folders, keep, show_as
 from ddpkit.runfolder import wire
 
-# Chosen by measurement (docs/launch.md): what torchrun's agent and every rank import, and then, while nobody asks
-# for anything, what an ordinary DDP script imports on its way. DDP's constructor alone imports torch._dynamo, a second.
+# Chosen by measurement (docs/launch.md): what torchrun's agent and every rank import, and then, while there is no
+# request, what many DDP scripts import. DDP's constructor imports torch._dynamo, which takes a second.
 NEEDED_BY_ALL = (
     "torch",
     "torch.distributed.run",
@@ -51,16 +51,16 @@ NEEDED_BY_ALL = (
     "cloudpickle",
 )
 NEEDED_BY_MANY = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
-# Read when a process, Python, torch or one of its libraries starts: too late for them in a fork.
+# Variables that a process, Python, torch or its libraries read at their start: too late to set them for a fork.
 READ_AT_START = (
     *("LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "PYTHON", "TORCH", "PYTORCH", "ATEN_", "KINETO_", "NPY_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_"),
 )
-# Of these, what is read later after all, and what is made good between the fork and the script (`_be_torch_of`).
+# Of these, those that are read later, and those that `forked._be_torch_of` applies after the fork.
 READ_LATER = (
     *("TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_DIST_", "TORCH_HOME"),
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTHON_EXEC", "PYTHONPATH", "PYTHONUNBUFFERED"),
-    # torch sets it by itself, in a kernel that takes a step of an optimizer, and reads it when it compiles.
+    # torch sets it in a kernel that takes an optimizer step, and reads it when it compiles.
     "TORCHINDUCTOR_CACHE_DIR",
 )
 MADE_GOOD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
@@ -70,7 +70,7 @@ QUIET_S = 0.4
 
 
 class Zygote:
-    """Serves one kernel until that has gone, or until nobody has asked for anything for `idle_s` seconds."""
+    """Serves one kernel until that is gone, or no request came for `idle_s` seconds."""
 
     def __init__(self, owner: int, idle_s: float) -> None:
         self.owner = keeper.Owner(owner)
@@ -81,16 +81,16 @@ class Zygote:
         self.packages = _changed_ns()
         self.said = b""
         self.keepers: set[int] = set()
-        # When it began, was last asked for something, and last had a job that ran.
+        # When it began, had its last request, and last had a running job.
         self.began, self.asked, self.at_work = time.monotonic(), -math.inf, -math.inf
 
     def serve(self, listener: socket.socket) -> None:
-        """Answer one request after the other; returns when there is no more reason to be there."""
+        """Answer requests; returns when the zygote is out of date, idle, or its owner is gone."""
         later, stale = list(NEEDED_BY_MANY), False
         self.began = time.monotonic()
         while not (stale or self.owner.gone() or self._idle()):
-            # The ranks of a job ask a moment after their agent: an import in between would hold them up. Once they run it
-            # does not; where one job followed the other all ranks would import for themselves what could be there.
+            # The ranks of a job ask a moment after their agent, and an import in between would hold them up. It goes on
+            # while a job runs: otherwise, with job after job, every rank would have to import this itself.
             importing = later and time.monotonic() - self.asked > QUIET_S
             if select.select([listener], [], [], 0 if importing else TICK_S)[0]:
                 stale = self._meet(listener)
@@ -100,14 +100,14 @@ class Zygote:
                     be_fit_to_fork()
 
     def _meet(self, listener: socket.socket) -> bool:
-        """Take the next one who waits, and answer; whether this zygote is out of date."""
+        """Accept and answer the next request; returns whether this zygote is out of date."""
         accepted = listener.accept()[0]
         accepted.settimeout(PATIENCE_S)
         connection = Connection(accepted)
         try:
             return self._answer(connection, listener)
         except (OSError, EOFError, ValueError, KeyError, TypeError):
-            # Whoever asked has gone, or speaks another language. There is nobody to tell.
+            # The asking process is gone, or speaks another protocol.
             return False
         finally:
             connection.close()
@@ -122,14 +122,14 @@ class Zygote:
         return time.monotonic() - max(self.began, self.asked, self.at_work) > self.idle_s
 
     def _answer(self, connection: Connection, listener: socket.socket) -> bool:
-        """Fork what is asked for, or decline; whether this zygote is out of date."""
+        """Fork the requested process or decline; returns whether this zygote is out of date."""
         if connection.peer()[1] != os.geteuid():
             return False
         connection.socket.send(READY)
         request, fds = connection.receive(most_fds=3)
         self.asked = time.monotonic()
         try:
-            # A rank goes with its agent: both have the same environment, but for what torchrun adds.
+            # A rank need not be checked: it has its agent's environment and what torchrun adds.
             why, stale = self._why_not(request) if request["what"] == "agent" else ("", False)
             if why:
                 connection.send((why, stale))
@@ -141,19 +141,19 @@ class Zygote:
             self.keepers.add(pid)
             return False
         finally:
-            # In the forked process, on its way out of here, they are closed already.
+            # The forked process has closed them already.
             for fd in fds:
                 with contextlib.suppress(OSError):
                     os.close(fd)
 
     def _why_not(self, request: Mapping[str, Any]) -> tuple[str, bool]:
-        """Why the job of `request` is not forked here, "" where it is; and whether a new zygote would fork it."""
+        """Why the requested job cannot be forked here, or ""; and whether a new zygote could fork it."""
         if self.packages != _changed_ns():
             return "packages were installed or removed since the warm process started", True
         return self._what_would_differ(request), False
 
     def _what_would_differ(self, request: Mapping[str, Any]) -> str:
-        """Why the job of `request` would not be the same if it were forked here; "" where it would be."""
+        """How the requested job would differ if it were forked here; "" if it would not."""
         env = request["env"]
         for name in sorted({*env, *self.env}):
             if _too_late(name) and name not in MADE_GOOD and env.get(name) != self.env.get(name):
@@ -169,7 +169,7 @@ class Zygote:
         return self._shadowed([*request["folders"], *(f for f in folders if f not in self.folders)])
 
     def _shadowed(self, folders: Sequence[str]) -> str:
-        """Which file in `folders` would be imported in place of a module that is loaded already."""
+        """The module in `folders` that a cold job would import instead of one loaded here; "" if none."""
         loaded = {name.partition(".")[0] for name in (*sys.modules, *NEEDED_BY_MANY)}
         loaded -= {"__main__", "ddpkit", *sys.builtin_module_names}
         for folder in folders:
@@ -179,7 +179,7 @@ class Zygote:
 
 
 def _too_late(name: str) -> bool:
-    """Whether a process that has imported torch has read the variable `name` already."""
+    """Whether a process that imported torch has already read the variable `name`."""
     return name.startswith(READ_AT_START) and not name.startswith(READ_LATER)
 
 
@@ -194,7 +194,7 @@ def _modules_in(folder: str) -> set[str]:
 
 
 def _changed_ns() -> dict[str, int]:
-    """When something was last installed into, or removed from, each folder of packages."""
+    """When each folder of packages was last changed by an installation."""
     found = {}
     for folder in (*site.getsitepackages(), site.getusersitepackages()):
         if os.path.isdir(folder):
@@ -203,17 +203,17 @@ def _changed_ns() -> dict[str, int]:
 
 
 def preload(*names: str) -> None:
-    """Import modules `names`; one that this version of torch does not have is left out."""
+    """Import modules `names`, except those that this version of torch does not have."""
     for name in names:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
 
 
 def be_fit_to_fork() -> None:
-    """Leave this process fit to be forked: one thread, no GPU touched, and nothing remembered that a rank would miss.
+    """Prepare this process for forks; check that it has one thread and no GPU.
 
     Raises:
-        RuntimeError: it is not fit.
+        RuntimeError: it has more threads, or opened a GPU.
     """
     _forget_warnings()
     sys.path_importer_cache.clear()
@@ -228,9 +228,9 @@ def be_fit_to_fork() -> None:
 
 
 def _return_program_pages() -> None:
-    """Give back the pages of program text that importing has run through: they are read from the page cache if run again.
+    """Free the pages of program text that importing has used; they come back from the page cache.
 
-    Text only: what the loader has written to in a file's mapping would be lost.
+    Only text: pages of a file that the loader has written to would be lost.
     """
     give_back = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -241,7 +241,7 @@ def _return_program_pages() -> None:
 
 
 def _forget_warnings() -> None:
-    """A warning is shown once per place; what was shown here has not been shown to any rank."""
+    """Forget the warnings shown here: each is shown once per place, and no rank has shown it."""
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             module.__dict__.pop("__warningregistry__", None)
@@ -249,7 +249,7 @@ def _forget_warnings() -> None:
 
 
 def _check_mark() -> None:
-    """The sweep after a job relies on the mark in /proc: see that a fork can carry it.
+    """Check that a fork can show the job's mark in /proc, for the sweep.
 
     Raises:
         RuntimeError: it cannot on this system.
@@ -271,7 +271,7 @@ def _carries_mark() -> bool:
 
 
 def main(listening_fd: int, owner: int, folder: str) -> None:
-    """Preload, serve, and leave nothing behind."""
+    """Preload, serve, and delete the folder if the owner is gone."""
     os.environ.pop(wire.ENV_ROOM, None)
     try:
         zygote = Zygote(owner, float(os.environ.get(wire.ENV_WARM_IDLE_S, wire.WARM_IDLE_S)))

@@ -1,4 +1,4 @@
-"""What a run folder says of its job: the ranks of each attempt, how the job ended, and the notes."""
+"""Reads how a job ended from its run folder: the ranks of each attempt, and the notes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from .stable import shortened, stable
 
 @dataclass(frozen=True)
 class Ending:
-    """How the job ended.
-
-    `reason`: "" (by itself), "stopped", "timeout" or "stall"; `agent_signal`: the signal that killed the agent, if one did;
-    `running`: it has not ended yet.
-    """
+    """How the job ended. `reason`: "" (by itself), "stopped", "timeout" or "stall"."""
 
     reason: str = ""
     agent_exitcode: int | None = 0
@@ -39,12 +35,12 @@ class Account:
 
     @property
     def last_attempt(self) -> tuple[Rank, ...]:
-        """The ranks of the last attempt; () where none has started."""
+        """The ranks of the last attempt; () if none has started."""
         return self.attempts[-1] if self.attempts else ()
 
 
 def read_account(folder: Path, spec: Mapping[str, Any], end: Mapping[str, Any], torchrun_log: str) -> Account:
-    """The account of the job in `folder`, which was asked for by `spec`; `end` is how ddpkit ended it."""
+    """The account of the job in `folder`, started with `spec`; `end` is how ddpkit ended it."""
     attempts = read_attempts(folder)
     agent = wire.read_record(folder / wire.AGENT_RECORD) or {}
     reason = end.get("reason", "") or ("stopped" if agent.get("told") else "")

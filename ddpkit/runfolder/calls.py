@@ -1,4 +1,4 @@
-"""What each rank's flight recorder wrote down, as plain data."""
+"""Reads the calls of torch.distributed that a rank made into plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from . import wire
 from .frames import Frame
 
-# Whether these may be joined with other sizes by other ranks depends on the rank's role.
+# Sizes may differ between the ranks that join one of these.
 SIZES_MAY_DIFFER = ("gather", "reduce_scatter", "send", "recv", "alltoall", "all_to_all")
 _WATCHDOG = re.compile(
     r"(?:PG (?:ID|GUID) (?P<group>\d+).*?)?Watchdog caught collective operation timeout: "
@@ -22,28 +22,27 @@ _WATCHDOG = re.compile(
 
 @dataclass(frozen=True, repr=False)
 class Collective:
-    """One call of torch.distributed that a rank made: a collective, a send or receive, or a call of a store.
+    """One call of torch.distributed by a rank: a collective, a send or receive, or a call of a store.
 
-    A collective is the `seq`-th of its process group, counted from 1; `ranks` are the global ranks of the group (empty
-    where torch does not tell), and `setup` counts how often the group had been set up anew. A send or receive is the
-    `seq`-th of its rank, of no group and with the other rank as `ranks`. `at_ns`: the wall clock when it began; `over_ns`:
-    when it had come back, 0 where it had not or that was not kept; `done`: whether the recorder says so. `where`: the user's
-    line; `path`: the user's lines on the way to it as `file:line`, the innermost first. `backend`: gloo, nccl or "".
-    `root`: the rank from or to which it is. `brings`: the number that this rank had for it, or the sum of its numbers, or the
-    checksum of an object; None where that was not kept. `reduces`: what is made of the ranks' numbers, SUM and so on, "object",
-    or "" where they are only passed on.
+    A collective is the `seq`-th of its process group, from 1; `ranks` are the group's global ranks (() if torch does not
+    tell), `setup` counts how often the group was set up again. A send or receive is the `seq`-th of its rank, with group
+    "" and the other rank as `ranks`. `at_ns` and `over_ns`: the wall clock when it began and came back (0: it did not, or
+    that was not kept); `done`: the flight recorder's own word. `where`: the user's line; `path`: the user's lines on the
+    way to it as `file:line`, innermost first. `backend`: gloo, nccl or "". `root`: the rank from or to which it goes.
+    `brings`: this rank's number for it, the sum of its numbers, or the checksum of an object; None if not kept.
+    `reduces`: what is made of the ranks' numbers: SUM and so on, "object", or "" if they are only passed on.
     """
 
     seq: int
     op: str
     group: str
     group_name: str
-    ranks: tuple[int, ...]
-    sizes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    at_ns: int
-    done: bool
-    where: Frame | None
+    ranks: tuple[int, ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    at_ns: int = 0
+    done: bool = False
+    where: Frame | None = None
     setup: int = 0
     backend: str = ""
     root: int | None = None
@@ -58,12 +57,12 @@ class Collective:
 
     @property
     def is_exchange(self) -> bool:
-        """Whether it is a send or receive, which no process group counts."""
+        """Whether it is a send or receive, which has no process group here."""
         return not self.group
 
     @property
     def name(self) -> str:
-        """`all_reduce #9`, with the group's name where it is not the default one; `send with rank 2`."""
+        """`all_reduce #9`, `all_reduce #9 of group 1`, or `send with rank 2`."""
         if self.is_exchange:
             with_whom = f"rank {self.ranks[0]}" if self.ranks else "any rank"
             return f"{self.op} with {with_whom}{f' (tag {self.tag})' if self.tag else ''}"
@@ -75,21 +74,21 @@ class Collective:
 
     @property
     def key(self) -> tuple[int, str, int]:
-        """What is the same for all ranks that join this one collective."""
+        """Equal for all ranks that join the same collective."""
         return (self.setup, self.group, self.seq)
 
     @property
     def from_line(self) -> str:
-        """` (line 21: dist.all_reduce(x))`, or "" where the line is not known."""
+        """` (line 21: dist.all_reduce(x))`, or "" if the line is not known."""
         return f" ({self.where.text})" if self.where else ""
 
     @property
     def call(self) -> tuple[object, ...]:
-        """What tells one collective call of a program from another: operation and line."""
+        """The operation and its line, which tell two calls of a program apart."""
         return (self.op, (self.where.file, self.where.line) if self.where else None)
 
     def matches(self, other: Collective) -> bool:
-        """Whether two ranks that joined these two as the same collective agree on it."""
+        """Whether two ranks agree on operation, root, type and sizes of a collective."""
         if self.op != other.op:
             return False
         if None not in (self.root, other.root) and self.root != other.root:
@@ -113,23 +112,22 @@ Together = dict[int, Collective]
 
 
 def given_up_by_watchdog(words: str, where: Frame | None) -> Collective | None:
-    """The collective that NCCL's watchdog gave up by a process's last words; `where` is the line at which it failed."""
+    """The collective that NCCL's watchdog gave up, by a process's last `words`; it failed at `where`."""
     said = _WATCHDOG.search(words)
     if said is None:
         return None
     op, group = said["op"].lower(), said["group"] or "0"
-    return Collective(int(said["seq"]), op, group, "default_pg" if group == "0" else "", (), (), (), 0, False, where)
+    return Collective(int(said["seq"]), op, group, "default_pg" if group == "0" else "", where=where)
 
 
 @dataclass(frozen=True)
 class Made:
-    """The calls that a rank made: the collectives it joined; `calls`, these and its sends and receives as they came; `keyed`,
-    the calls of a store.
+    """The calls that a rank made: `calls` are its collectives, sends and receives in order.
 
-    `requested`: the ranks with which it was in a send or receive, or had begun one and not waited for it. `awaited`: the keys
-    of a store that it waits for; `last_keys`: those of the last call; `keys_set`: those it has set, each with its line.
-    `groups`: the global ranks of each process group that it is in; `groups_asked`: the ranks that it named for each new
-    one, () for all.
+    `keyed`: its calls of a store. `requested`: the ranks with which it is in a send or receive, or began one without
+    waiting for it. `awaited`: the store keys that it waits for; `last_keys`: those of its last call; `keys_set`: those
+    it has set, with their lines. `groups`: the global ranks of each of its process groups; `groups_asked`: the ranks
+    that it named for each new group, () for all.
     """
 
     collectives: tuple[Collective, ...]
@@ -144,7 +142,7 @@ class Made:
 
 
 def read_made(path: Path) -> Made:
-    """The calls in the record at `path`, oldest first; none where there is none."""
+    """The calls in the record at `path`, oldest first; none if there is no record."""
     record = wire.read_record(path) or {}
     collectives, keyed = _collectives(record), record.get("keyed", [])
     exchanges = _calls(record.get("exchanged", []), "")
@@ -171,7 +169,7 @@ def _frame(where: Mapping[str, Any] | None) -> Frame | None:
 
 
 def _calls(entries: Sequence[Mapping[str, Any]], group: str) -> tuple[Collective, ...]:
-    """Sends and receives, each as a call of this rank and its peer, or calls of a store, as of a group of its own."""
+    """A record's sends and receives (`group` is ""), or its calls of a store."""
     return tuple(
         Collective(
             seq=number,
@@ -179,8 +177,6 @@ def _calls(entries: Sequence[Mapping[str, Any]], group: str) -> tuple[Collective
             group=group,
             group_name=group,
             ranks=() if entry.get("peer") is None else (entry["peer"],),
-            sizes=(),
-            dtypes=(),
             at_ns=entry["at_ns"],
             done=True,
             where=_frame(entry["where"]),
@@ -191,7 +187,7 @@ def _calls(entries: Sequence[Mapping[str, Any]], group: str) -> tuple[Collective
 
 
 def _collectives(record: Mapping[str, Any]) -> tuple[Collective, ...]:
-    """Without sends and receives: each of those is a matter of two ranks, and counted apart."""
+    """The collectives of a record, without its sends and receives."""
     last: dict[str, int] = {}
     setups: Counter[str] = Counter()
     found = []
@@ -226,10 +222,7 @@ def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
 
 
 def first_split(calls: Mapping[int, Sequence[Collective]]) -> Together:
-    """The first collective of a group that ranks joined as different ones; empty without.
-
-    Example: rank 0 joined all_reduce #7, rank 1 joined barrier #7.
-    """
+    """The first collective that ranks joined as different ones: all_reduce #7 and barrier #7; {} if none."""
     by_number: dict[tuple[int, str, int], Together] = {}
     for number, history in calls.items():
         for call in history:
@@ -242,12 +235,12 @@ def first_split(calls: Mapping[int, Sequence[Collective]]) -> Together:
 
 
 def began(together: Together) -> int:
-    """When the first rank came to a collective."""
+    """When the first rank joined a collective."""
     return min(call.at_ns for call in together.values())
 
 
 def camps(together: Together) -> list[list[int]]:
-    """The ranks that agree with each other on operation, size, type and root; smallest camp first."""
+    """The ranks grouped by operation, size, type and root; smallest group first."""
     found: list[list[int]] = []
     for number, call in together.items():
         for camp in found:

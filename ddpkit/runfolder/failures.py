@@ -1,4 +1,4 @@
-"""How a rank failed: as it wrote that down itself, or by the stack that a fatal signal or faulthandler's timeout left."""
+"""Reads how a rank failed: from its own record, or from the stack that faulthandler left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import wire
 from .frames import Frame, stack_frames
 from .stable import shortened, stable
 
-# How a program leaves by itself, as the record calls it, and as it is written.
+# The ways in which a program ends itself: the record's name, and how code spells it.
 LEAVES = {
     "SystemExit": "sys.exit",
     "os._exit": "os._exit",
@@ -22,13 +22,13 @@ LEAVES = {
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed by itself: an uncaught exception, `sys.exit` with a text or code, `os._exit`, or a fatal signal.
+    """How a rank failed: an uncaught exception, `sys.exit` with a text or code, `os._exit`, or a fatal signal.
 
-    `at_ns` is the wall clock in nanoseconds, taken before the rank cleaned up; `chain` holds what the exception was
-    raised from, nearest first, as (type, message); `where` is the innermost line of the user's own code; `at_fault` are the
-    ranks that the exception itself names, () for nearly all. `by_thread`: another thread than the main one left by `os._exit` or
-    `os.abort`, while the main one was in `frames`. `let_go`: it came to a collective of all on its way out, and let others go on.
-    `nan_in` are the variables of the user's own functions on the way to it that held nan.
+    `at_ns`: the wall clock in nanoseconds before the rank cleaned up. `frames`: the traceback, outermost first; `where`:
+    its innermost line of the user's code. `chain`: (type, message) of what the exception was raised from, nearest first.
+    `at_fault`: the ranks that the exception blames, mostly (). `by_thread`: a thread other than the main one ended the
+    rank, and `frames` is where the main one was. `let_go`: on its way out the rank joined a collective of all, so that
+    others could go on. `nan_in`: the variables of the user's functions on the way that held nan.
     """
 
     at_ns: int
@@ -45,20 +45,22 @@ class Failure:
 
     @property
     def line_text(self) -> str:
-        """`line 19: loss = net(x).mean()`, or "" when no line is known."""
+        """`line 19: loss = net(x).mean()`, or "" if no line is known."""
         return self.where.text if self.where else ""
 
     @property
     def text(self) -> str:
-        """`ValueError: boom`, on one line, without what varies between runs."""
+        """`ValueError: boom`: one line, without what varies between runs."""
         message = shortened(stable(self.message))
         return f"{self.type}: {message}" if message else self.type
 
 
 def read_failure(own: Path, log: Path | None, ended: dict[str, Any], cells: dict[str, str]) -> Failure | None:
-    """How the rank with the folder `own` failed, None where it did not: `log` is its folder of torchrun's logs, `ended` what
-    its keeper wrote as it ended, `cells` are the sources of a notebook's cells."""
-    # Without an exit record the keeper itself was killed; a failure record of its rank still stands.
+    """How the rank of folder `own` failed, or None.
+
+    `log` is torchrun's log folder of the rank, `ended` its keeper's record, `cells` the sources of notebook cells.
+    """
+    # Without an exit record the keeper itself was killed; the rank's failure record still counts.
     written = wire.read_record(own / wire.FAILURE) if ended.get("exitcode", 1) != 0 else None
     return _written_down(written) if written else _crash(own, ended, cells) or _timed_out(log, ended, cells)
 
@@ -81,7 +83,7 @@ def _written_down(record: dict[str, Any]) -> Failure:
 
 
 def _crash(own: Path, ended: dict[str, Any], cells: dict[str, str]) -> Failure | None:
-    """A death by signal that nobody had sent to end the job, with the stack that faulthandler left, if it could."""
+    """A death by a signal that torchrun did not send, with faulthandler's stack if any."""
     if not ended.get("signal") or ended.get("told"):
         return None
     crash = wire.read_text(own / wire.CRASH)
@@ -92,7 +94,7 @@ def _crash(own: Path, ended: dict[str, Any], cells: dict[str, str]) -> Failure |
 
 
 def _timed_out(log: Path | None, ended: dict[str, Any], cells: dict[str, str]) -> Failure | None:
-    """An end by `faulthandler.dump_traceback_later(..., exit=True)`, by what it writes last."""
+    """An end by `faulthandler.dump_traceback_later(..., exit=True)`, read from the end of stderr."""
     if log is None or ended.get("exitcode") != 1 or ended.get("told"):
         return None
     _, header, dump = f"\n{wire.read_text(log / 'stderr.log')[-100_000:]}".rpartition("\nTimeout (")

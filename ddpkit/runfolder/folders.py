@@ -1,4 +1,4 @@
-"""Where runs are kept: the home of all run folders, a new one for each launch, and the oldest deleted above a cap."""
+"""Makes, deletes, packs and unpacks run folders."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DEFAULT_KEPT_RUNS = 100
 
 
 def home() -> Path:
-    """Where run folders are made: $DDPKIT_HOME, or .ddpkit in the working directory."""
+    """The folder of all runs: $DDPKIT_HOME, or .ddpkit in the working directory."""
     return Path(os.environ.get(wire.ENV_HOME) or Path.cwd() / ".ddpkit").expanduser().resolve()
 
 
 def new_run_folder(name: str) -> Path:
-    """An empty folder for the run of job `name`; the oldest runs above the cap are deleted first.
+    """An empty folder for a run of job `name`; deletes the oldest runs above the cap.
 
     Raises:
         LaunchError: it cannot be made there.
@@ -44,7 +44,7 @@ def new_run_folder(name: str) -> Path:
 
 
 def packed(run: Path, target: str | Path | None, summary: str) -> Path:
-    """Write the run folder `run` into a zip and return its path: `target`, a file or a folder, or the working directory."""
+    """Write the run folder `run` into a zip and return its path; `target`: a file, a folder, or None for here."""
     path = Path(target) if target else Path(f"{run.name}.zip")
     if path.is_dir():
         path = path / f"{run.name}.zip"
@@ -54,14 +54,14 @@ def packed(run: Path, target: str | Path | None, summary: str) -> Path:
             if file.is_file() and file.name not in (*wire.PICKLED, wire.BALLAST):
                 archive.write(file, name)
             elif file.is_fifo():
-                # That it is there says that the rank's process group came up.
+                # The pipe's name says that the rank's process group came up.
                 archive.writestr(name, "")
         archive.writestr(f"{run.name}/summary.txt", f"{summary}\n")
     return path.resolve()
 
 
 def unpacked(bundle: Path) -> Path:
-    """The run folder that `bundle` holds, a zip that `Run.bundle` wrote, unpacked beside the runs; pickled values stay out.
+    """Unpack a zip that `Run.bundle` wrote, without pickled values, and return its run folder.
 
     Raises:
         FileNotFoundError: no run is in it.
@@ -80,7 +80,7 @@ def unpacked(bundle: Path) -> Path:
 
 
 def _made(runs: Path, name: str) -> Path:
-    """A folder nobody else has, named by the millisecond and the job: in the order of their names the oldest comes first."""
+    """A new folder, named by millisecond and job: the oldest sorts first."""
     job = re.sub(r"[^0-9A-Za-z_.-]+", "_", name)[:40]
     while True:
         now_ms = time.time_ns() // 1_000_000
@@ -93,7 +93,7 @@ def _made(runs: Path, name: str) -> Path:
 
 
 def _prune(runs: Path) -> None:
-    """Delete the oldest runs above the cap, of those that are over."""
+    """Delete the oldest finished runs above the cap."""
     kept = int(os.environ.get(wire.ENV_KEEP_RUNS, DEFAULT_KEPT_RUNS))
     over = sorted(folder for folder in runs.iterdir() if _is_over(folder))
     for folder in over[: max(0, len(over) - kept + 1)]:
@@ -101,7 +101,7 @@ def _prune(runs: Path) -> None:
 
 
 def _is_over(folder: Path) -> bool:
-    """Whether the run has come to its end, or the process that launched it has gone without a word."""
+    """Whether the run has ended, or the process that launched it is gone."""
     if (folder / wire.END).exists():
         return True
     launched_by = (wire.read_record(folder / wire.JOB) or {}).get("launched_by")

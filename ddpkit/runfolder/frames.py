@@ -1,4 +1,4 @@
-"""Lines of a program as tracebacks and stack dumps give them, and which of them are the user's own."""
+"""Reads the lines of tracebacks and stack dumps, and tells which are the user's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import wire
 _FRAME = re.compile(
     r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$(?:\n    (?P<source>\S.*)$)?', re.MULTILINE
 )
-# What only Python made up, such as "<string>" of a spawned process, is nobody's either.
+# "<string>" is the code that Python makes up for a spawned process.
 _NOT_OWN = (
     "site-packages",
     "dist-packages",
@@ -24,18 +24,16 @@ _NOT_OWN = (
     "<string>",
     *(f"{os.sep}ddpkit{os.sep}{folder}{os.sep}" for folder in ("rank", "recorder", "processes")),
 )
-
-
-# Before a comment that is aligned with others.
+# The spaces before a comment that is aligned with others.
 _ALIGNED = re.compile(r"\s{3,}(?=#)")
 _FOR_A_THREAD = re.compile(r"(threading|queue|futures[/\\]\w+)\.py$")
 _FOR_ITS_END = ("join", "result", "shutdown")
 BACKWARD = "_engine_run_backward"
 _IN_DISTRIBUTED = re.compile(r"torch.distributed.(distributed_c10d|nn|_functional_collectives)")
-# What only asks the process group about itself, as a loader does, waits for nobody.
+# Functions that only ask about the process group, as a loader does, wait for nobody.
 _ASKS = re.compile(r"(^|\.)(_?(is|get)_\w+|default_pg|WORLD)$")
 _JOINING = re.compile(r"\b(init_process_group|rendezvous|_store_based_barrier|_create_c10d_store)\b")
-# A loader without workers has other functions: there the rank itself reads.
+# Without workers the rank itself reads, in other functions.
 _IN_LOADER = re.compile(
     r"torch.utils.data.dataloader\.py (\w+\.)*(_(try_)?get_data|_shutdown_workers)$|_MultiProcessingDataLoaderIter\."
 )
@@ -54,23 +52,21 @@ class Frame:
 
     @property
     def name(self) -> str:
-        """The function's own name, without that of its class, which a traceback does not tell."""
+        """The function's name without its class, which only some tracebacks have."""
         return self.function.rpartition(".")[2]
 
     @property
     def text(self) -> str:
-        """As the text forms quote it: `line 19: loss = net(x).mean()`, line counted as the cell or script counts."""
-        return (
-            f"line {self.line}: {_ALIGNED.sub('  ', self.source)}"
-            if self.source
-            else f"line {self.line} of {Path(self.file).name}"
-        )
+        """`line 19: loss = net(x).mean()`, counted as in the cell or script."""
+        if self.source:
+            return f"line {self.line}: {_ALIGNED.sub('  ', self.source)}"
+        return f"line {self.line} of {Path(self.file).name}"
 
 
 def stack_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
-    """The frames of the main thread, or of the one that crashed, innermost first, with source lines where they are known.
+    """The frames of the main thread, or of the one that crashed, innermost first.
 
-    Where the main thread only waits for another one that trains, those of that one.
+    If the main thread only waits for a thread that trains, the frames of that thread.
     """
     threads = _threads(dump)
     if not threads:
@@ -83,8 +79,8 @@ def stack_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
     beside = [_frames(thread, cells) for thread in threads if thread is not chosen]
     others = [each for each in beside if any(frame.own for frame in each)]
     training = [each for each in others if _trains(each)]
-    # Of several that do something else, none is known to be the one that is waited for; nor is the only one, a heartbeat say,
-    # where it is not the end of a thread that is waited for.
+    # Without a training thread, a single other one is taken if the main thread waits for the end of a thread. Otherwise
+    # it may be a heartbeat, say.
     only = others if len(others) == 1 and any(f.name in _FOR_ITS_END for f in frames) else ()
     return next(iter(training or only), frames)
 
@@ -118,7 +114,7 @@ def _waits_for_a_thread(frames: Sequence[Frame]) -> bool:
 
 
 def with_sources(dump: str, cells: dict[str, str]) -> str:
-    """`dump` with the source line below each frame, where it is known now: a file may have changed when it is read again."""
+    """`dump` with the source line below each frame: the file may change before it is read again."""
 
     def with_source(found: re.Match[str]) -> str:
         source = found["source"] or _source_line(found["file"], int(found["line"]), cells)
@@ -134,9 +130,6 @@ def _source_line(file: str, line: int, cells: dict[str, str]) -> str:
     return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
 
-# What the frames of a stack say, innermost first down to the user's own line, or all of them.
-
-
 def is_in(frames: Iterable[Frame], function: str) -> bool:
     """Whether a function of that name is among these frames."""
     return any(frame.function == function for frame in frames)
@@ -148,7 +141,7 @@ def is_pairwise(frames: Iterable[Frame]) -> bool:
 
 
 def calls_torch_distributed(frames: Iterable[Frame]) -> bool:
-    """Whether these frames wait in torch.distributed, rather than only ask the process group about itself."""
+    """Whether these frames are in torch.distributed, and do not only ask about the process group."""
     return any(_IN_DISTRIBUTED.search(frame.file) and not _ASKS.search(frame.function) for frame in frames)
 
 
@@ -158,13 +151,13 @@ def is_in_loader(frames: Iterable[Frame]) -> bool:
 
 
 def is_joining(frames: Sequence[Frame], once_more: bool) -> bool:
-    """Whether these frames wait for the process group to come up, for the first time or `once_more`."""
+    """Whether these frames wait for a process group to come up (`once_more`: a later one)."""
     if once_more:
         return is_in(frames, "init_process_group")
     return not frames or any(_JOINING.search(frame.function) for frame in frames)
 
 
 def ends_in_torch(frames: Sequence[Frame]) -> bool:
-    """Whether a traceback, outermost first, ends in torch.distributed or in a backward below the user's line."""
+    """Whether a traceback (outermost first) ends in torch.distributed or in a backward."""
     inner = list(itertools.takewhile(lambda frame: not frame.own, reversed(frames)))
     return is_in(inner, BACKWARD) or any(_IN_DISTRIBUTED.search(frame.file) for frame in inner)

@@ -1,4 +1,4 @@
-"""Where torchrun keeps the log files of a rank, and what stands in them."""
+"""Finds and reads the log files that torchrun keeps of a rank."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from . import wire
 
 
 def log_folder(folder: Path, attempt: int, local_rank: int) -> Path | None:
-    """torchrun's own log folder of a rank: logs/<run id>/attempt_<n>/<local rank>."""
+    """torchrun's log folder of a rank: logs/<run id>/attempt_<n>/<local rank>; None before it exists."""
     return next(iter((folder / wire.LOGS).glob(f"*/attempt_{attempt}/{local_rank}")), None)
 
 
 def log_text(path: Path) -> str:
-    """A log file as text. Where the cap has cut a hole into it, one line says how much is missing."""
+    """A log file as text; if the cap has cut a hole into it, one line says how much is missing."""
     try:
         with open(path, "rb") as file:
             return b"".join(_around_the_hole(file, path)).decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""What was seen of a living rank from outside, and whom it tried to join, as plain data."""
+"""Reads what a look saw of a rank, and how it joined its process group."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from .frames import Frame
 
 @dataclass(frozen=True)
 class Look:
-    """How a rank was found when nothing moved, while it lived; `why` is what made ddpkit look: "stall", "timeout", "failure".
+    """What a look saw of a living rank; `why` ddpkit looked: "stall", "timeout" or "failure".
 
-    `state` is the system's word (running, sleeping, stopped, ...), `busy` the share of a core it used lately, `gpu_busy`
-    that of its GPU (None without one), `silent_s` the seconds since its last progress. `workers` are the stacks of its
-    DataLoader workers by pid, `dead_workers` and `stopped_workers` how many have died and how many are stopped. `inside`
-    are the C++ functions in which it sleeps with the GIL, innermost first. `locked_by` is the rank that holds the lock on
-    a file for which it waits.
+    `state`: the system's word (running, sleeping, stopped, ...). `busy`, `gpu_busy`: the share of a core and of its GPU
+    (None without one) in use lately. `silent_s`: seconds since its last progress. `workers`: its DataLoader workers'
+    (pid, stack); `dead_workers`, `stopped_workers`: how many died or are stopped. `inside`: the C++ functions in which
+    it sleeps with the GIL, innermost first. `locked_by`: the rank that holds the file lock it waits for.
     """
 
     at_ns: int
@@ -25,7 +24,6 @@ class Look:
     state: str
     busy: float
     silent_s: float
-    rss_mib: float | None
     workers: tuple[tuple[int, str], ...]
     gpu_busy: float | None = None
     dead_workers: int = 0
@@ -36,8 +34,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Joining:
-    """Whom a rank tried to join as its process group came up: the store's address, the numbers it gave for itself, and from
-    which of the user's lines."""
+    """How a rank tried to join its process group: the store's address, its own numbers, and the user's line."""
 
     at_ns: int
     master: str
@@ -47,7 +44,7 @@ class Joining:
 
 
 def read_look(path: Path) -> Look | None:
-    """The look in the record at `path`; one of an older ddpkit may hold more, or less."""
+    """The look recorded at `path`; an older ddpkit may have recorded other fields."""
     record = wire.read_record(path)
     if record is None:
         return None
@@ -57,7 +54,7 @@ def read_look(path: Path) -> Look | None:
 
 
 def read_joining(path: Path) -> Joining | None:
-    """Whom a rank tried to join, by the record at `path`."""
+    """The attempt to join recorded at `path`; None if there is none."""
     record = wire.read_record(path)
     if record is None:
         return None

@@ -1,4 +1,4 @@
-"""What a job's program says around a line: the loops, whether each turn comes there, and an `if` about the rank."""
+"""Finds the loops, and an `if` about the rank, around a line of a program."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SIMPLE = ast.Compare | ast.BoolOp | ast.UnaryOp | ast.BinOp | ast.Call | ast.Su
 _GIVES_RANK = ("get_rank", "get_node_local_rank")
 _PASSES_ON = ("int", "bool", "getenv", "get")
 _VARIABLES = ("RANK", "LOCAL_RANK")
-# A name may be made of a name that is made of the rank, and so on.
+# How often a name made from the rank may be passed on to another name.
 _ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Program:
-    """The texts of a program, by file name as tracebacks give it. A path is lines as `file:line`, the innermost first."""
+    """The texts of a program by file name; a `path` is lines as `file:line`, innermost first."""
 
     texts: Mapping[str, str]
 
@@ -33,11 +33,11 @@ class Program:
         return {}
 
     def loops(self, path: Sequence[str]) -> list[str]:
-        """The loops around a line, in any function on the way to it, as `file:line`, the innermost first."""
+        """The loops around a line, in any function of its path, as `file:line`, innermost first."""
         return list(self._loops(tuple(path)))
 
     def every_turn(self, path: Sequence[str]) -> list[str]:
-        """Those of the loops around a line of which every turn comes to it."""
+        """The loops around a line in which every turn comes to it."""
         return [loop for loop, always in self._loops(tuple(path)).items() if always]
 
     def _loops(self, path: tuple[str, ...]) -> dict[str, bool]:
@@ -54,7 +54,7 @@ class Program:
         return found
 
     def if_about_rank(self, path: Sequence[str]) -> str:
-        """`line 12: if me == 0`, by which the program comes to a line; "" where no `if` about the rank leads there."""
+        """`line 12: if me == 0`: the `if` about the rank that leads to a line; "" if none does."""
         for place in path:
             file, line = self._at(place)
             for node in file.nodes:
@@ -81,7 +81,7 @@ class _File:
             return []
 
     def loops_around(self, line: int) -> list[int]:
-        """The first lines of the loops whose body has that line, the innermost first."""
+        """The first lines of the loops whose body has that line, innermost first."""
         around = []
         for node in self.nodes:
             if isinstance(node, ast.For | ast.While) and node.lineno <= line <= (node.body[-1].end_lineno or 0):
@@ -89,7 +89,7 @@ class _File:
         return sorted(around, reverse=True)
 
     def choice(self, line: int) -> int:
-        """The line of the innermost branch by which that line may be passed by; 0 where there is none."""
+        """The line of the innermost branch that may skip that line; 0 if none may."""
         found = 0
         for node in self.nodes:
             for first, last in _may_be_passed_by(node):
@@ -98,7 +98,7 @@ class _File:
         return found
 
     def may_return_before(self, line: int) -> bool:
-        """Whether the function around a line may return before it."""
+        """Whether the function around a line has a `return` before it."""
         functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef) and _is_in(line, node)]
         if not functions:
             return False
@@ -107,7 +107,7 @@ class _File:
 
     @cached_property
     def made_from_rank(self) -> set[str]:
-        """The names that a program makes from its rank alone, by way of others too."""
+        """The names that the program makes from its rank, directly or through other names."""
         names = {"here.rank"}
         for _ in range(_ROUNDS):
             for node in self.nodes:
@@ -120,7 +120,7 @@ class _File:
         return names
 
     def _parameters_from_rank(self, call: ast.Call, names: set[str]) -> set[str]:
-        """The parameters of a function or class of this file that are given values from the rank."""
+        """The parameters that this call gives a value from the rank."""
         parameters = self._parameters.get(ast.unparse(call.func), [])
         given = dict(zip(parameters, call.args, strict=False))
         given |= {each.arg: each.value for each in call.keywords if each.arg in parameters}
@@ -128,7 +128,7 @@ class _File:
 
     @cached_property
     def _parameters(self) -> dict[str, list[str]]:
-        """By function, and by class for its `__init__`, the names of the parameters that a caller gives."""
+        """The parameters of each function, and of each class's `__init__` without `self`."""
         found = {}
         for node in self.nodes:
             if isinstance(node, ast.FunctionDef):
@@ -141,7 +141,7 @@ class _File:
 
 
 def keep_texts(folder: Path, ranks: Iterable[Rank]) -> None:
-    """Keep the texts of the user's own modules through which collectives were called, beside the script in `folder`."""
+    """Save in `folder` the texts of the user's modules through which collectives were called."""
     known, found = sources(folder), {}
     for rank in ranks:
         for place in (*rank.path, *itertools.chain.from_iterable(call.path for call in rank.collectives)):
@@ -164,11 +164,11 @@ def _is_in(line: int, node: ast.stmt) -> bool:
 
 
 def _may_be_passed_by(node: ast.AST) -> Iterator[tuple[int, int]]:
-    """First and last line of what depends on a branch: an `if`, `match`, `try`, `except`, `and`, `or` or `continue`."""
+    """The first and last lines of what this branch (`if`, `try`, `and`, `continue` ...) may skip."""
     if isinstance(node, ast.If):
         yield from (_lines(body) for body in (node.body, node.orelse) if body)
     elif isinstance(node, ast.ExceptHandler | ast.match_case) or (isinstance(node, ast.Try) and _swallows(node)):
-        # What fails in a `try` leaves out the rest of it.
+        # An exception in a `try` skips the rest of its body.
         yield _lines(node.body)
     elif isinstance(node, ast.BoolOp):
         yield from (_lines([value]) for value in node.values[1:])
@@ -183,7 +183,7 @@ def _lines(nodes: Sequence[ast.stmt | ast.expr]) -> tuple[int, int]:
 
 
 def _swallows(node: ast.Try) -> bool:
-    """Whether the program goes on after what this `try` catches."""
+    """Whether the program goes on after an exception in this `try`."""
     for handler in node.handlers:
         last = handler.body[-1]
         called = ast.unparse(last.value.func) if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) else ""
@@ -197,7 +197,7 @@ def _returns_rank(node: ast.AST, names: set[str]) -> bool:
 
 
 def _is_from_rank(expression: ast.expr, names: set[str]) -> bool:
-    """Whether a value comes from get_rank(), RANK, LOCAL_RANK, `here.rank`, or from what was made of them."""
+    """Whether a value comes from get_rank(), RANK, LOCAL_RANK, or one of `names`."""
     if not isinstance(expression, _SIMPLE):
         return False
     called = ast.unparse(expression.func) if isinstance(expression, ast.Call) else ""

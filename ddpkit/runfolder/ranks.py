@@ -1,4 +1,4 @@
-"""Reads a run folder into plain data: attempts and ranks as they were written down, without a word of judgement."""
+"""Reads the attempts and ranks of a run folder into plain data, without judging them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from .logs import log_folder, log_text
 from .looks import Joining, Look, read_joining, read_look
 from .stable import shortened, stable
 
-# What a program catches every day and goes on.
+# Exceptions that programs catch in normal operation.
 _ORDINARY = ("StopIteration", "KeyError", "Empty")
 
 
 @dataclass(frozen=True, repr=False)
 class Rank:
-    """One rank in one attempt, as recorded; a field is None where nothing was written down.
+    """One rank in one attempt, as recorded; a field is None if nothing was recorded.
 
-    `exitcode` is -9 for a death by SIGKILL, as with `subprocess`; `signal` then names it. `told` is the signal that
-    torchrun or ddpkit sent to end it, `oom` the kernel's word where it killed the rank for want of memory,
-    `finished_ns` when its script came to its end, `left_at` the line of the `sys.exit` by which it did so,
-    `peak_rss_mib` the system's own figure for its process. `words` and `role` (passed, culprit, own, consequence,
-    unknown) come from the verdict.
+    `exitcode` is -9 for a death by SIGKILL, as in `subprocess`; `signal` names it. `told`: the signal that torchrun or
+    ddpkit sent to end it. `oom`: the kernel's line, if it killed the rank for memory. `finished_ns`: when its script
+    ended; `left_at`: the line of the `sys.exit` that ended it. `peak_rss_mib`: the system's figure. `words` and `role`
+    (passed, culprit, own, consequence, unknown) come from the verdict.
     """
 
     rank: int
@@ -59,7 +58,7 @@ class Rank:
 
     @property
     def plain_words(self) -> str:
-        """What happened to it, without saying whose fault it was."""
+        """How it ended, without saying whose fault it was."""
         failure = self.failure
         if failure and failure.type in LEAVES:
             return f"left by {LEAVES[failure.type]}, exit code {self.exitcode}"
@@ -77,105 +76,105 @@ class Rank:
 
     @property
     def stdout(self) -> str:
-        """All that the rank wrote to its standard output, read from torchrun's own log file. Bad bytes are replaced."""
+        """The rank's whole standard output, from torchrun's log file; bad bytes are replaced."""
         return self._log("stdout")
 
     @property
     def stderr(self) -> str:
-        """All that the rank wrote to its standard error, as `stdout`."""
+        """The rank's whole standard error, as `stdout`."""
         return self._log("stderr")
 
     @property
     def thread_died_of(self) -> str:
-        """What Python said on stderr of the first thread that ended by an exception; "" if none did."""
+        """The exception of the first thread that died of one, from stderr; "" if none did."""
         _, died, said = self.stderr.partition("Exception in thread ")
         return died and next((line for line in said.splitlines()[2:] if line[:1].strip()), "")
 
     @property
     def log(self) -> str:
-        """What the rank logged, where its script called `ddpkit.rank.log_to`; "" where it did not."""
+        """What the rank logged by `ddpkit.rank.log_to`; "" if it did not."""
         return wire.read_text(self.folder / wire.LOG)
 
     @property
     def stack(self) -> str:
-        """The Python stack of every thread as last asked for while the rank ran, or as it crashed; "" if never."""
+        """The Python stacks of the last look, or of its crash; "" if there are none."""
         return wire.read_text(self.folder / wire.STACK) or wire.read_text(self.folder / wire.CRASH)
 
     @cached_property
     def stack_frames(self) -> list[Frame]:
-        """The frames of the rank's main thread in `stack`, innermost first, with source lines where they are known."""
+        """The frames of the main thread in `stack`, innermost first."""
         return stack_frames(self.stack, sources(self.folder.parents[2]))
 
     @property
     def frames(self) -> Sequence[Frame]:
-        """The frames that it is in, or failed in, the outermost first."""
+        """The frames that it is in or failed in, outermost first."""
         return self.failure.frames if self.failure else self.stack_frames[::-1]
 
     @property
     def own_frames(self) -> list[Frame]:
-        """The user's own of `frames`."""
+        """The frames of the user's own code."""
         return [frame for frame in self.frames if frame.own]
 
     @property
     def path(self) -> list[str]:
-        """The user's own lines that it is in as `file:line`, the innermost first."""
+        """The user's lines that it is in as `file:line`, innermost first."""
         return [f"{frame.file}:{frame.line}" for frame in reversed(self.own_frames)]
 
     @property
     def at(self) -> Frame | None:
-        """The innermost line of the user's own code when `stack` was taken; None without a stack."""
+        """The innermost line of the user's code in `stack`; None without a stack."""
         return next((f for f in self.stack_frames if f.own), None)
 
     @cached_property
     def look(self) -> Look | None:
-        """How this rank was found when the job last stood still; None where it did not, or went on by itself."""
+        """The last look at this rank; None if there was none, or the job went on after it."""
         return read_look(self.folder / wire.LOOK)
 
     @cached_property
     def joining(self) -> Joining | None:
-        """Whom this rank tried to join; None where it never called `init_process_group`."""
+        """How it tried to join its process group; None if it never called `init_process_group`."""
         return read_joining(self.folder / wire.JOINING)
 
     @cached_property
     def store(self) -> str:
-        """The address of the last store over TCP that its program made, or looked for; "" where it made none itself."""
+        """The address of the last TCPStore that its program made or connected to; "" if none."""
         return str((wire.read_record(self.folder / wire.STORE) or {}).get("address", ""))
 
     @cached_property
     def came_up(self) -> bool:
-        """Whether its process group came up; from then on it can be asked for its collectives."""
+        """Whether its process group came up, so that it can be asked for its collectives."""
         return bool(self.collectives) or self.joining is None or (self.folder / wire.ASK).exists()
 
     @cached_property
     def made(self) -> Made:
-        """Every call that it made, as last recorded: when it was asked, or by itself as it failed or came to its end."""
+        """Its calls as last recorded: when it was asked, or as it failed or ended."""
         asked, own = self.folder / wire.COLLECTIVES_ASKED, self.folder / wire.COLLECTIVES
         ended = self.failure is not None or self.exitcode == 0
         return read_made(own if (ended and own.exists()) or not asked.exists() else asked)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """The collectives that this rank joined, oldest first, as last recorded: at a stall, a failure, or its end."""
+        """The collectives that this rank joined, oldest first, as last recorded."""
         return self.made.collectives
 
     @property
     def calls(self) -> tuple[Collective, ...]:
-        """The collectives, and between them the sends and receives that this rank began; each as it came."""
+        """The collectives, sends and receives that this rank began, in order."""
         return self.made.calls
 
     def exchanged_with(self, peer: int, op: str) -> list[Collective]:
-        """Its sends to that rank, or its receives from it, in turn; `op` is "send" or "recv"."""
+        """Its sends to that rank or receives from it, in order; `op` is "send" or "recv"."""
         return [c for c in self.calls if c.is_exchange and op in c.op and c.ranks == (peer,)]
 
     def joined(self, call: Collective) -> Collective | None:
-        """This rank's own part in a collective of all its group; None if it never joined that one."""
+        """This rank's own call of the same collective; None if it never joined it."""
         for own in self.collectives:
             if own.key == call.key:
                 return own
         return None
 
     def goes_back_to(self, call: Collective) -> bool:
-        """Whether its record reaches back to a collective; only the last 2000 are kept."""
+        """Whether its record reaches back to that collective: only the last 2000 are kept."""
         for own in self.collectives:
             if (own.group, own.setup) == (call.group, call.setup):
                 return own.seq <= call.seq
@@ -183,7 +182,7 @@ class Rank:
 
     @cached_property
     def awaited(self) -> tuple[str, ...]:
-        """The keys of a store that this rank was waiting for, or for which it had waited in vain as it failed."""
+        """The store keys that this rank waits for, or waited for when it failed."""
         last = self.made.keyed[-1] if self.made.keyed else None
         failed_at = self.failure.where if self.failure else None
         failed_there = failed_at is not None and last is not None and last.op != "set" and last.where == failed_at
@@ -191,14 +190,16 @@ class Rank:
 
     @cached_property
     def signals_sent(self) -> dict[tuple[int | None, str], Frame | None]:
-        """By process and name the signals that the program sent by `os.kill`, each with the line that it was sent from."""
+        """The signals that it sent by `os.kill`: (pid, name) to the line."""
         sent = (wire.read_record(self.folder / wire.SENT) or {}).get("sent", ())
         return {(s["pid"], s["signal"]): Frame(**s["where"]) if s["where"] else None for s in sent}
 
     @cached_property
     def handling(self) -> str:
-        """`ValueError: boom (line 7: raise ValueError("boom"))`: the exception that it was handling when it was looked at, or
-        when it failed of another one, the first of a chain; "" where nothing that matters, or where that is not known."""
+        """`ValueError: boom (line 7: raise ValueError("boom"))`: the exception that it handled.
+
+        At a look, or when it failed with another one: then the first of the chain. "" if none, or an everyday one.
+        """
         if self.failure is not None:
             chain = [f"{kind}: {text}" for kind, text in self.failure.chain if kind not in _ORDINARY]
             return shortened(stable(chain[-1])) if chain else ""
@@ -210,16 +211,13 @@ class Rank:
 
     @property
     def collective(self) -> Collective | None:
-        """The collective that this rank waits in or, where it waits in none, the last that it joined."""
+        """The collective that this rank waits in; if it waits in none, the last that it joined."""
         waiting = [c for c in self.collectives if not c.done]
         return waiting[0] if waiting else self.collectives[-1] if self.collectives else None
 
     @cached_property
     def given_up(self) -> Collective | None:
-        """The collective in which this rank failed, which counts as done by then.
-
-        Of one that NCCL's watchdog gave up, only the process's last words tell.
-        """
+        """The collective in which this rank failed, by its line or by NCCL's watchdog."""
         failed = self.failure.where if self.failure else None
         last = self.collectives[-1] if self.collectives else None
         if last and last.where and failed and (last.where.file, last.where.line) == (failed.file, failed.line):
@@ -242,7 +240,7 @@ class Rank:
 
 
 def read_attempts(folder: Path) -> tuple[tuple[Rank, ...], ...]:
-    """Every attempt of the job in `folder` (torchrun restarts make more than one), each a tuple of ranks in order."""
+    """The ranks of each attempt of the job in `folder`, in order; a restart makes a new attempt."""
     found = sorted((folder / "ranks").glob("attempt_*"), key=_number)
     return tuple(tuple(_read_rank(folder, p) for p in sorted(a.glob("rank_*"), key=_number)) for a in found)
 
@@ -286,8 +284,7 @@ def _read_rank(folder: Path, own: Path) -> Rank:
 
 
 def sources(folder: Path) -> dict[str, str]:
-    """The texts that the job ran, by file name as tracebacks give it: its script, or the cells that its function came from,
-    and the user's own modules where collectives were called."""
+    """The texts that the job ran, by file name: its script or cells, and the user's modules."""
     spec = wire.read_record(folder / wire.JOB) or {}
     script, program = spec.get("script", ""), spec.get("program", "")
     own = {program: wire.read_text(folder / script)} if script and program else {}

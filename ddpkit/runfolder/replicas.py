@@ -1,4 +1,4 @@
-"""Compares the DDP models that the ranks wrote down at their end. The rank's side is `recorder/replicas.py`."""
+"""Compares the DDP models of the ranks at their end, which `recorder/replicas.py` wrote down."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _FLOAT_BYTES = 4
 
 
 class Replicas(str):
-    """`equal`, or `0.41 apart, first in head.weight`: the largest difference of a parameter between two ranks.
+    """`equal`, or `0.41 apart, first in head.weight`: the largest difference between two ranks.
 
-    In units of the largest value where that is above 1. `apart` is `0.41 apart`, "" where they are equal. `buffers` says
-    the same of the buffers, "" where there are none: DDP sends rank 0's before each forward, and between two of these
-    they may differ.
+    In units of the largest value if that is above 1. `apart`: `0.41 apart`, or "" if equal. `buffers`: the same for the
+    buffers, "" if there are none; they may differ, because DDP only sends rank 0's before each forward.
     """
 
     apart: str
@@ -45,14 +44,11 @@ class _Model:
 
 
 def compare(ranks: Sequence[Rank]) -> Replicas | None:
-    """What is to be said of the replicas of these ranks.
-
-    None where there is nothing to compare: one rank, no DDP model, or models that do not match.
-    """
+    """How far the replicas are apart; None for one rank, no DDP model, or models that do not match."""
     headers = [wire.read_record(rank.folder / wire.REPLICAS) for rank in ranks]
     if not all(headers):
         return None
-    # By the ranks that share a model, and which of theirs it is.
+    # The key: the ranks that share a model, and its number among their models.
     found: dict[tuple[tuple[int, ...], int], list[_Model]] = {}
     for rank, header in zip(ranks, headers, strict=True):
         for key, model in _read(rank, header or {}):
@@ -83,14 +79,14 @@ def _read(rank: Rank, header: dict[str, Any]) -> Iterator[tuple[tuple[tuple[int,
 
 
 def _apart(shared: Sequence[Sequence[_Model]], buffers: bool) -> tuple[str, ...]:
-    """`0.41 apart` by the largest difference of any tensor, and the name of the first that differs; () where all are equal."""
+    """`0.41 apart`, the largest difference, and the first tensor that differs; () if all are equal."""
     first, most = "", 0.0
     for models in shared:
         for name in models[0].values:
             contents = {model.values[name] for model in models}
             if (name in models[0].buffers) != buffers or len(contents) == 1:
                 continue
-            # numpy takes a while to import, and mostly the bytes are the same.
+            # numpy takes a while to import, and usually the bytes are equal.
             from .steps import apart_bytes, equal
 
             apart = apart_bytes(list(contents))

@@ -1,4 +1,4 @@
-"""Takes out of a text what differs between two runs of the same job, ports, pids, addresses, paths, and its colours."""
+"""Removes from a text what differs between two runs of a job: ports, pids, addresses, paths, colours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _VARYING = (
     (re.compile(r"\[(127\.0\.0\.1|localhost|[0-9a-fA-F:.]+)\]:\d+"), r"[\1]:PORT"),
     (re.compile(r"\((localhost|127\.0\.0\.1), \d+\)"), r"(\1, PORT)"),
     (re.compile(r"\b(localhost|127\.0\.0\.1):\d+"), r"\1:PORT"),
-    # torch's C++ log: `[W1121 10:49:44.810465318 TCPStore.cpp:340]`, and the pause before it tries again.
+    # torch's C++ log: `[W1121 10:49:44.810465318 TCPStore.cpp:340]`, and the pause before it retries.
     (re.compile(r"\[([WEIF])\d{3,4} \d\d:\d\d:\d\d\.\d+ "), r"[\1 "),
     (re.compile(r"\bdelay=\d+ms"), "delay=Nms"),
     (re.compile(r"/torch_\d+_\d+_\d+"), "/torch_N"),
@@ -28,15 +28,17 @@ _ANNOUNCES = re.compile(
 
 
 def stable(text: str) -> str:
-    """`text` with ports, pids, addresses and run-folder paths replaced by words that are the same in every run."""
+    """`text` with what varies between runs replaced by fixed words."""
     for pattern, word in _VARYING:
         text = pattern.sub(word, text)
     return text
 
 
 def shortened(text: str, length: int = 160) -> str:
-    """The first line of `text`, at most `length` characters, cut between words; with the last one where it only announces
-    what a child process raised, with the second where it only opens a list."""
+    """The first line of `text`, cut between words to `length` characters.
+
+    If it only announces a child's exception, the last line is added; if it ends in a colon, the second.
+    """
     lines = text.strip().splitlines()
     first = lines[0].strip() if lines else ""
     if _ANNOUNCES.search(first) and len(lines) > 1:

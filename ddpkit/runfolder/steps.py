@@ -1,7 +1,7 @@
-"""Compares what the ranks wrote down at their optimizer steps: with each other, and with the same training in one process.
+"""Compares the ranks' optimizer steps with each other and with one process.
 
-The rank's side, `recorder/steps.py`, writes where a job asks for it. Differences are the largest of any parameter or
-gradient, in their own units; float32 sums of one batch taken in two ways differ by about 1e-7 of their size.
+`recorder/steps.py` writes them down if a job asks for it. A difference is the largest of any parameter or gradient, in
+its own unit; float32 sums of one batch taken in two ways differ by about 1e-7 of their size.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .ranks import Rank
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Two ways of adding up the same float32 numbers stay below this share of the largest of them; a real fault is far above.
+# The share of the largest value below which two sums of the same float32 numbers stay; a real fault is far above.
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one rank wrote down: of each parameter all values, or every so-many-th of a large model; of a sharded one its part.
+    """What one rank wrote down: all values, or every n-th of a large model; its shard of a sharded one.
 
     `sizes` counts a parameter's values over all ranks, `lengths` those of this rank, which begin at `offsets`.
     """
@@ -44,43 +44,43 @@ class Recorded:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that were applied."""
+        """How many optimizer steps were applied."""
         return len(self.ended_ns)
 
     @property
     def gradients(self) -> NDArray[np.float32]:
-        """Shape (steps, values): as they were before each step."""
+        """Shape (steps, values): before each step."""
         return self.values[0::2]
 
     @property
     def parameters(self) -> NDArray[np.float32]:
-        """Shape (steps, values): as they were after each step."""
+        """Shape (steps, values): after each step."""
         return self.values[1::2]
 
     @cached_property
     def step_s(self) -> tuple[float, ...]:
-        """Seconds from the end of each step to the end of the next, without the time that writing them down took."""
+        """Seconds between the ends of successive steps, without the time for recording."""
         ends = zip(self.ended_ns, self.ended_ns[1:], self.own_ns[1:], strict=False)
         return tuple((after - before - own) / 1e9 for before, after, own in ends)
 
     def by_name(self, row: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
-        """One row of values, cut into the parameters' own."""
+        """One row of values, cut into parameters."""
         cuts = np.cumsum(self.lengths)[:-1]
         return dict(zip(self.names, np.split(row, cuts), strict=True))
 
     @property
     def sharded(self) -> bool:
-        """Whether this rank holds a part of its parameters only, as with FSDP2."""
+        """Whether this rank holds only a part of each parameter, as with FSDP2."""
         return self.lengths != self.sizes
 
 
 def recorded(ranks: Sequence[Rank]) -> tuple[Recorded, ...]:
-    """What each rank wrote down, in order; a rank that applied no step is not there."""
+    """What each rank wrote down, in order, without ranks that applied no step."""
     return tuple(found for rank in ranks if (found := _read(rank.folder, rank.rank)) is not None)
 
 
 def replicas_apart(ranks: Sequence[Rank]) -> float | None:
-    """How far the ranks' parameters are apart at the end of the script; None where they do not all hold the same ones."""
+    """How far the ranks' final parameters are apart; None if they do not all hold the same ones."""
     written = recorded(ranks)
     finals = [r.final for r in written if r.final is not None and not r.sharded]
     alike = len({(r.names, r.lengths) for r in written}) == 1
@@ -90,7 +90,7 @@ def replicas_apart(ranks: Sequence[Rank]) -> float | None:
 
 
 def apart_by_step(ranks: Sequence[Rank]) -> list[float]:
-    """How far the ranks' parameters were apart after each step that all of them applied."""
+    """How far the ranks' parameters were apart after each step that all applied."""
     written = recorded(ranks)
     if len(written) < 2 or len({(r.names, r.lengths) for r in written}) > 1:
         return []
@@ -99,9 +99,9 @@ def apart_by_step(ranks: Sequence[Rank]) -> list[float]:
 
 
 def off_one_process(ranks: Sequence[Rank], reference: Sequence[Rank]) -> float | None:
-    """How far the parameters at the end, and the gradients of the last step, are from those of a job of one rank.
+    """How far the final parameters and last gradients are from those of `reference`, one rank.
 
-    Matched by name. None where the two have no parameter of the same name and length, or did not come to their end.
+    Matched by name; None if names or lengths do not match, or a job did not end.
     """
     mine, theirs = recorded(ranks), recorded(reference)
     if not mine or not theirs or theirs[0].final is None:
@@ -121,35 +121,35 @@ def off_one_process(ranks: Sequence[Rank], reference: Sequence[Rank]) -> float |
 
 @dataclass(frozen=True)
 class StepTime:
-    """Milliseconds of a step over the ranks' steps but the first: the quartiles."""
+    """The quartiles of the milliseconds of a step, over all ranks, without their first."""
 
     low: float
     median: float
     high: float
 
     def overlaps(self, other: StepTime) -> bool:
-        """Whether the middle halves of both meet: then nothing can be said of which is faster."""
+        """Whether the middle halves of both overlap, so that neither is known to be faster."""
         return self.low <= other.high and other.low <= self.high
 
 
 def step_time(ranks: Sequence[Rank]) -> StepTime | None:
-    """How long a step took; None where fewer than two were applied."""
+    """How long a step took; None if fewer than two were applied."""
     times = [s * 1e3 for r in recorded(ranks) for s in r.step_s[1:] or r.step_s]
     return StepTime(*map(float, np.quantile(times, (0.25, 0.5, 0.75)))) if times else None
 
 
 def equal(difference: float | None) -> bool:
-    """Whether a difference is no more than what the order of adding up makes."""
+    """Whether a difference is no more than the order of a sum makes."""
     return difference is not None and difference <= TOLERANCE
 
 
 def apart_bytes(contents: Sequence[bytes]) -> float:
-    """The largest difference between any two of these, each the float32 values of one tensor on one rank."""
+    """The largest difference between any two of these; each has one rank's float32 bytes of a tensor."""
     return _apart([np.frombuffer(content, np.float32) for content in contents])
 
 
 def _assembled(ranks: Sequence[Recorded]) -> dict[str, NDArray[np.float32]]:
-    """The parameters at the end, from rank 0, or put together from the parts of all."""
+    """The final parameters, from rank 0 or put together from all shards."""
     first = ranks[0]
     if not first.sharded:
         return first.by_name(first.final) if first.final is not None else {}
@@ -163,14 +163,16 @@ def _assembled(ranks: Sequence[Recorded]) -> dict[str, NDArray[np.float32]]:
 
 
 def _apart(rows: Sequence[NDArray[np.float32]]) -> float:
-    """The largest difference between any two of the rows, in units of the largest value where that is above 1."""
+    """The largest difference between any two rows, in the unit of `_scaled`."""
     together = np.stack(rows)
     return _scaled(np.min(together, axis=0), np.max(together, axis=0))
 
 
 def _scaled(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-    """The largest difference, in units of the largest value where that is above 1. An infinity equals itself; anything that
-    is no number is infinitely far off."""
+    """The largest difference, in units of the largest value if that is above 1.
+
+    An infinity equals itself; nan is infinitely far from everything.
+    """
     with np.errstate(invalid="ignore"):
         apart = np.where(one == other, np.float32(0), np.abs(one - other))
     difference = float(np.max(apart, initial=0.0))
@@ -182,7 +184,8 @@ def _read(folder: Path, rank: int) -> Recorded | None:
     header: dict[str, Any] | None = wire.read_record(folder / wire.STEPS)
     if header is None:
         return None
-    times = [json.loads(line) for line in _lines(folder / wire.STEP_TIMES)]
+    lines = wire.read_text(folder / wire.STEP_TIMES).splitlines()
+    times = [json.loads(line) for line in lines if line.endswith("}")]
     width = sum(header["lengths"])
     values = _floats(folder / wire.STEP_VALUES)
     # A rank that was ended in the middle of a step leaves a part of it.
@@ -206,10 +209,3 @@ def _floats(path: Path) -> NDArray[np.float32]:
         return np.fromfile(path, np.float32)
     except OSError:
         return np.empty(0, np.float32)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    except OSError:
-        return []

@@ -1,4 +1,4 @@
-"""The names both wings share: environment variables, run-folder paths and records. Standard library only."""
+"""Names shared by the notebook side and the ranks: variables, paths, records. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Environment of a job. RUN marks every process of a job and tells it where its run folder is.
+# The run folder. It marks every process of a job.
 ENV_RUN = "DDPKIT_RUN"
 ENV_BACKEND = "DDP_BACKEND"
-# "1": ranks share GPUs by NCCL, where there are more ranks than GPUs.
+# "1": more NCCL ranks than GPUs share these.
 ENV_SHARE_GPU = "DDPKIT_SHARE_GPU"
 ENV_HOME = "DDPKIT_HOME"
 ENV_LOG_CAP = "DDPKIT_LOG_CAP_MIB"
 ENV_KEEP_RUNS = "DDPKIT_KEEP_RUNS"
 ENV_WARM = "DDPKIT_WARM"
 ENV_WARM_IDLE_S = "DDPKIT_WARM_IDLE_S"
-# Set for a job whose parameters and gradients are to be compared afterwards: they are written down at every step.
+# The ranks write down parameters and gradients at every step, to be compared afterwards.
 ENV_STEPS = "DDPKIT_STEPS"
-# "RANK:STEP": that rank raises before it applies that step, to see whether the job ends with an exit code that says so.
+# "RANK:STEP": that rank raises before it applies that step, to see whether the job then fails.
 ENV_FAULT = "DDPKIT_FAULT"
 # "0": the caller does not expect equal replicas, and the ranks write none down.
 ENV_REPLICAS = "DDPKIT_REPLICAS"
-# What a program of the exercises draws its data from; and, in one process, how many ranks it stands for.
+# The seed of an exercise's data, and the number of ranks that a run in one process replaces.
 ENV_SEED = "DDPKIT_SEED"
 ENV_RANKS = "DDPKIT_RANKS"
-# The process of torchrun, as its ranks are to see their parent.
+# torchrun's pid, which `os.getppid()` answers in its ranks.
 ENV_AGENT = "DDPKIT_AGENT"
-# Where the ranks of a warm job find the zygote.
+# The zygote's socket, for the ranks of a warm job.
 ENV_ZYGOTE = "DDPKIT_ZYGOTE"
-# Room in the zygote's own environment, for that of the processes it will fork.
+# Fills the zygote's environment, to make room for that of the processes it forks.
 ENV_ROOM = "DDPKIT_ROOM"
 
 # Seconds without a launch after which the zygote ends by itself.
@@ -48,7 +48,7 @@ AGENT_LOG = "torchrun.log"
 LOGS = "logs"
 RANK_PYTHON = "rank-python"
 KEEPER_FILE = "keeper.py"
-# Python's own -c program, not a file: what is imported by name need not be compiled again.
+# A -c program that imports the file by name, so that it is not compiled again.
 CLIENT = "import sys; sys.path.insert(0, sys.argv[1]); import forked_client; forked_client.stand_in(*sys.argv[2:])"
 BALLAST = "ballast"
 FUNCTION_SCRIPT = "call_function.py"
@@ -57,10 +57,10 @@ CALL_CONTEXT = "call.json"
 # The texts of the user's own modules, by file name.
 SOURCES = "sources.json"
 
-# What a student has done, beside the runs.
+# What a student has done; it is in the same folder as runs/.
 EXERCISES = "exercises.json"
 
-# Files of the zygote's own folder, which lies where temporary files do: a socket's path must be short.
+# Files of the zygote's folder, which is a temporary one: a socket's path must be short.
 ZYGOTE_SOCKET = "zygote.sock"
 ZYGOTE_LOG = "zygote.log"
 
@@ -68,12 +68,12 @@ ZYGOTE_LOG = "zygote.log"
 STARTED = "started.json"
 FAILURE = "failure.json"
 FINISHED = "finished.json"
-# The signals that the rank has sent to other processes.
+# The signals that the rank sent to other processes.
 SENT = "sent.json"
 EXIT = "exit.json"
 REPORTS = "reports.jsonl"
 RETURNED = "returned.pkl"
-# What may run foreign code when it is read; it does not leave the machine.
+# Reading these may run foreign code, so they never leave the machine.
 PICKLED = {CALL, RETURNED}
 STEPS = "steps.json"
 STEP_TIMES = "steps.jsonl"
@@ -90,26 +90,26 @@ STORE = "store.json"
 LOG = "log.txt"
 ASK = "ask"
 PROGRESS = "progress.json"
-# As a rank writes them down by itself, at a failure or its end, and as it was asked for them at a standstill.
+# Written by the rank itself at a failure or its end, and on request at a standstill.
 COLLECTIVES = "collectives.json"
 COLLECTIVES_ASKED = "collectives_asked.json"
 LOOK = "look.json"
 
-# What is known of a rank's memory; what is left of the peak are activations and temporaries.
+# The known parts of a rank's memory; the rest of the peak are activations and temporaries.
 MEMORY_PARTS = ("parameters", "gradients", "optimizer state", "DDP buckets")
 
-# What is asked through the pipe ASK: how many collectives there were, or what they were.
+# The questions sent through the pipe ASK: how many collectives there were, or which.
 ASK_COUNT = b"c"
 ASK_ENTRIES = b"e"
 
 
 def rank_folder(run: str | os.PathLike[str], attempt: int, rank: int) -> Path:
-    """Where the records of `rank` (global) in restart `attempt` (0 is the first) lie."""
+    """The folder of the records of global rank `rank` in attempt `attempt`, counted from 0."""
     return Path(run) / "ranks" / f"attempt_{attempt}" / f"rank_{rank}"
 
 
 def own_rank_folder() -> Path | None:
-    """The calling rank's folder, from the environment torchrun set; None outside a ddpkit job."""
+    """The calling rank's folder, from torchrun's environment; None outside a ddpkit job."""
     run, rank = os.environ.get(ENV_RUN), os.environ.get("RANK")
     if not run or not rank:
         return None
@@ -117,10 +117,7 @@ def own_rank_folder() -> Path | None:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write `record` as JSON so that a reader sees all of it or nothing.
-
-    On a full disk the ballast that `processes/agent.py` laid down is given up first: how a rank ended matters more.
-    """
+    """Write `record` as JSON, whole or not at all; on a full disk, delete the job's ballast file for it."""
     text = json.dumps(record, default=str)
     try:
         _replace(path, text)
@@ -132,7 +129,7 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """The record at `path`, or None when it is not there or not whole."""
+    """The record at `path`; None if it is missing or not whole."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -141,7 +138,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def read_text(path: Path) -> str:
-    """The text at `path`, bad bytes replaced; "" when it is not there."""
+    """The text at `path`, bad bytes replaced; "" if it is missing."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -149,7 +146,7 @@ def read_text(path: Path) -> str:
 
 
 def written_ns(path: Path) -> int:
-    """When the record at `path` was written, by the wall clock in nanoseconds; 0 where it is not there."""
+    """When the record at `path` was written, on the wall clock in nanoseconds; 0 if it is missing."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -157,7 +154,7 @@ def written_ns(path: Path) -> int:
 
 
 def give_up_ballast(inside: Path) -> None:
-    """Delete the ballast of the run folder that holds `inside`, to make room on a full disk."""
+    """Delete the ballast of the run folder around `inside`."""
     for folder in inside.parents:
         if (folder / JOB).exists():
             (folder / BALLAST).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Which process holds the lock on a file for which another one waits."""
+"""Tells which process holds the file lock that another process waits for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# proc(5): `2: FLOCK ADVISORY WRITE 2001 08:01:7864554 0 EOF`, and below it with an arrow who waits for that lock.
+# proc(5): `2: FLOCK ADVISORY WRITE 2001 08:01:7864554 0 EOF`; a line with an arrow below it is a process that waits for it.
 _LOCK = re.compile(r"\d+:(?P<waits> +->)? +\w+ +\w+ +\w+ +(?P<pid>-?\d+) (?P<file>\S+)")
 
 
 def locked_by(threads: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, int]:
-    """By process the one that holds the lock on a file for which it waits, as the kernel has them; for those whose `threads`
-    py-spy has read, of a lock of the filelock library's too, which asks for it again and again."""
+    """The holder (pid) of the file lock that each process (pid) waits for.
+
+    The kernel lists these waits. The filelock library polls instead: it is found in the `threads` that py-spy read.
+    """
     waits, holders, holder = dict[int, int](), dict[str, int](), 0
     for lock in filter(None, map(_LOCK.match, _locks_of_the_kernel())):
         if lock["waits"]:
@@ -35,7 +37,7 @@ def _locks_of_the_kernel() -> list[str]:
 
 
 def _asked_by_filelock(threads: Sequence[Mapping[str, Any]]) -> str:
-    """The file, as the kernel numbers it, whose lock is being acquired in one of these threads; "" where none is."""
+    """The file that filelock is locking in these threads, as /proc/locks names it; "" if none."""
     frames = (frame for thread in threads for frame in thread["frames"])
     inside = (frame for frame in frames if "filelock" in Path(frame["filename"]).parts)
     for local in (local for frame in inside for local in frame["locals"] or ()):

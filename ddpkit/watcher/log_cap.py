@@ -1,4 +1,4 @@
-"""Keeps a rank's log file under a cap on disk, by cutting a hole into its middle while the rank goes on writing."""
+"""Keeps each log file under a cap on disk by cutting out its middle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK = 4096
 
 
 class LogCap:
-    """Keeps each log's first quarter and its latest lines; what is missing is announced in the log text and in the notes."""
+    """Keeps the first quarter of the cap and the latest lines; the log text and a note say what is missing."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -25,7 +25,7 @@ class LogCap:
         self.bytes = int(self.cap_mib * 2**20)
 
     def apply(self, too_long: Sequence[Tail]) -> None:
-        """Cut each of these logs down to the cap."""
+        """Cut these logs down to the cap."""
         for tail in too_long:
             start = _aligned(self.bytes // 4)
             end = _aligned(tail.size - self.bytes // 2)
@@ -45,7 +45,7 @@ class LogCap:
 
 
 def _punch(tail: Tail, start: int, end: int) -> bool:
-    """Give the blocks between `start` and `end` back to the file system; offsets in the file stay as they are."""
+    """Free the blocks between `start` and `end`; the other bytes keep their offsets."""
     if end <= start:
         return True
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate

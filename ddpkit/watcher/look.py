@@ -1,8 +1,8 @@
-"""Looks at the ranks of a job in which nothing moves, while they live: stacks, collectives, process state, memory.
+"""Looks at the living ranks of a job in which nothing moves: stacks, collectives, process state.
 
-py-spy comes first, where the system lets it: it reads every thread from outside, of a stopped process and of a loader's
-workers too, and no rank notices. Else faulthandler writes the main thread's stack from a signal's handler, which needs
-neither the GIL nor torch. But a signal is noticed: torch's poll for the store gives up with "Interrupted system call".
+py-spy comes first: it reads every thread from outside, also of a stopped process and of a loader's workers, and no rank
+notices. If the system forbids that, faulthandler writes the main thread's stack in a signal handler, which needs neither
+the GIL nor torch. But torch's poll for the store gives up at a signal with "Interrupted system call".
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from ddpkit.runfolder.ranks import Rank, sources
 from . import file_locks
 
 WITHIN_S = 1.2
-# Who lets go of the GIL answers in a moment; on a full machine in seconds.
+# A rank that releases the GIL answers at once, or in seconds on a full machine.
 ANSWERS_WITHIN_S = 6.0
 SPY_WITHIN_S = 2.5
-# py-spy reads the symbols of all of torch for it: half a second, and several on a machine that has other work.
+# py-spy reads the symbols of all of torch: half a second, or several on a busy machine.
 SPY_NATIVE_WITHIN_S = 10.0
 MOST_WORKERS = 8
 _IN_LOADER = f"torch{os.sep}utils{os.sep}data{os.sep}dataloader.py"
 
 
 def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: Mapping[int, float]) -> None:
-    """Look at every living rank and write down what is found; takes as long as the slowest answer, at
-    most about `ANSWERS_WITHIN_S`.
+    """Look at every living rank and record what is found, within about `ANSWERS_WITHIN_S`.
 
     `silent_s` and `busy` are the seconds since each rank's last progress and the share of a core it used lately.
     """
@@ -51,7 +50,7 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
     awake = [rank for rank in living if states[rank.rank] != psutil.STATUS_STOPPED]
     spied = spied_threads([rank.pid or 0 for rank in living])
     for rank in living:
-        # Where nothing was seen, what an earlier look saw in this standstill still stands.
+        # If nothing was seen, the stack of an earlier look in this standstill is kept.
         if threads := spied.get(rank.pid or 0):
             _write(rank.folder / wire.STACK, "\n".join(_as_faulthandler_writes(thread) for thread in threads))
     unseen = [rank for rank in awake if rank.pid not in spied]
@@ -71,7 +70,6 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
             "busy": round(busy.get(rank.rank, 0.0), 2),
             "gpu_busy": on_gpu.get(rank.pid or 0),
             "silent_s": round(silent_s.get(rank.rank, 0.0), 1),
-            "rss_mib": _rss_mib(rank.pid or 0),
             "workers": list(_workers_of(rank).items()),
             "inside": _inside(rank.pid or 0) if _sleeps_with_the_gil(rank, spied, states) else [],
             "dead_workers": children.count(psutil.STATUS_ZOMBIE),
@@ -83,7 +81,7 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
 
 
 def withdraw(ranks: Sequence[Rank]) -> None:
-    """These ranks went on: what was found while nothing moved is no evidence of anything any more."""
+    """Delete the looks of these ranks, which went on: they are no evidence any more."""
     for rank in ranks:
         for name in (wire.COLLECTIVES_ASKED, wire.LOOK):
             (rank.folder / name).unlink(missing_ok=True)
@@ -91,7 +89,7 @@ def withdraw(ranks: Sequence[Rank]) -> None:
 
 
 def ask(rank: Rank, question: bytes) -> bool:
-    """Put `question` to the rank's own thread; False where it has none, before its process group is up."""
+    """Send `question` to the rank's answering thread; False before its process group is up."""
     try:
         pipe = os.open(rank.folder / wire.ASK, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
@@ -105,10 +103,7 @@ def ask(rank: Rank, question: bytes) -> bool:
 
 
 def gather_stacks(ranks: Sequence[Rank]) -> None:
-    """Have every living rank write its Python stack, and wait until they are there.
-
-    A rank that has not confirmed its handler is never signalled, nor one that is another program by now.
-    """
+    """Have these ranks write their stacks; one without the signal's handler is never signalled."""
     asked = []
     for rank in ranks:
         if rank.stack_signal:
@@ -117,16 +112,15 @@ def gather_stacks(ranks: Sequence[Rank]) -> None:
                 asked.append(rank.folder / wire.STACK)
     until, sizes = time.monotonic() + WITHIN_S, [0]
     while asked and time.monotonic() < until:
-        before, sizes = sizes, [_size(path) for path in asked]
-        # A stack is whole when it does not grow any more.
+        before, sizes = sizes, [size(path) for path in asked]
+        # A stack is complete when it stops growing.
         if all(sizes) and sizes == before:
             return
         time.sleep(0.01)
 
 
 def gather_collectives(ranks: Sequence[Rank], unable: Collection[int]) -> None:
-    """Have every living rank write down its collectives, and wait until they are there; not for long for the ranks that may be
-    `unable` to, as one that has the GIL, or is on its way out."""
+    """Have these ranks write down their collectives; wait less for those that may be `unable` to answer."""
     before = {rank.rank: _collectives_written(rank) for rank in ranks}
     waited_for = [rank for rank in ranks if ask(rank, wire.ASK_ENTRIES)]
     began = time.monotonic()
@@ -139,7 +133,7 @@ def gather_collectives(ranks: Sequence[Rank], unable: Collection[int]) -> None:
 
 
 def _collectives_written(rank: Rank) -> tuple[int, ...]:
-    """When it last wrote them down, as it was asked for them and, at its end, by itself."""
+    """When the rank last wrote its collectives, on request and at its end."""
     return tuple(wire.written_ns(rank.folder / name) for name in (wire.COLLECTIVES_ASKED, wire.COLLECTIVES))
 
 
@@ -147,19 +141,18 @@ Thread = Mapping[str, Any]
 
 
 def _has_the_gil(rank: Rank, spied: Mapping[int, Sequence[Thread]]) -> bool:
-    """Whether the rank's main thread was seen with the GIL, or could not be seen."""
+    """Whether the rank's main thread holds the GIL, or could not be seen."""
     threads = spied.get(rank.pid or 0, [])
     return not threads or threads[0].get("owns_gil") is True
 
 
 def _sleeps_with_the_gil(rank: Rank, spied: Mapping[int, Sequence[Thread]], states: Mapping[int, str]) -> bool:
-    """Whether the rank's main thread sleeps and lets no other thread run Python."""
+    """Whether the rank's main thread sleeps while it holds the GIL."""
     return rank.pid in spied and _has_the_gil(rank, spied) and states[rank.rank] == psutil.STATUS_SLEEPING
 
 
 def _inside(pid: int) -> list[str]:
-    """The C++ functions that the main thread of a process is in, innermost first, down to the Python line that called them;
-    none where it may not be read. It is halted for that, for half a second."""
+    """The C++ functions that the main thread is in, innermost first; py-spy halts it for half a second."""
     try:
         command = [*_spy(), "dump", "--json", "--native", "--pid", str(pid)]
         told = subprocess.run(
@@ -177,8 +170,7 @@ def _spy() -> list[str]:
 
 
 def spied_threads(pids: Sequence[int]) -> dict[int, list[Thread]]:
-    """The threads of each process as py-spy reads them from outside, the main one first; a process that may not be read is
-    left out."""
+    """The threads of each process as py-spy reads them, the main one first; unreadable processes are left out."""
     spying = {}
     for pid in pids:
         command = [*_spy(), "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
@@ -192,7 +184,7 @@ def spied_threads(pids: Sequence[int]) -> dict[int, list[Thread]]:
             answer, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
             threads = [t for t in json.loads(answer) if not str(t["thread_name"]).startswith("ddpkit")]
             threads.sort(key=lambda thread: thread["os_thread_id"] != pid)
-            # Of a process that runs on meanwhile, py-spy may have read nothing, or a stack that is cut off.
+            # The process runs while py-spy reads it, so a stack may be empty or cut off.
             if threads and [frame["name"] for frame in threads[0]["frames"][-1:]] == ["<module>"]:
                 found[pid] = threads
         except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
@@ -207,13 +199,13 @@ def _as_faulthandler_writes(thread: Thread) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a stack; the rank keeps the file open for appending, so that it must stay the same file."""
+    """Write a stack into the same file: the rank keeps it open for appending."""
     with contextlib.suppress(OSError):
         path.write_text(text, encoding="utf-8")
 
 
 def _workers_of(rank: Rank) -> dict[int, str]:
-    """The stacks of the DataLoader workers that this rank waits for; empty where it does not wait in a loader."""
+    """The stacks of the DataLoader workers that this rank waits for, by pid."""
     spied = spied_threads(_children_in_a_loader(rank)[:MOST_WORKERS])
     cells = sources(rank.folder.parents[2])
     return {pid: with_sources(_as_faulthandler_writes(threads[0]), cells) for pid, threads in spied.items() if threads}
@@ -235,14 +227,8 @@ def _state(pid: int) -> str:
         return "gone"
 
 
-def _rss_mib(pid: int) -> float | None:
-    try:
-        return round(psutil.Process(pid).memory_info().rss / 2**20, 1)
-    except psutil.Error:
-        return None
-
-
-def _size(path: Path) -> int:
+def size(path: Path) -> int:
+    """Bytes in a file; 0 if there is none."""
     try:
         return path.stat().st_size
     except OSError:

@@ -1,5 +1,7 @@
-"""What each rank last did that counts as progress: output, a collective, a send or receive, a report. Being busy does not
-count: a wait for a peer and an endless loop can both keep a core or a GPU at work."""
+"""Tells when each rank last made progress: output, a collective, a send or receive, a report.
+
+Being busy does not count: a wait for a peer and an endless loop can both keep a core or a GPU busy.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -17,21 +18,19 @@ import psutil
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.ranks import Rank
 
-from .look import ask
+from .look import ask, size
 
 # A rank that prints or reports is never asked for its collectives.
 ASK_AFTER_S = 0.4
 LATELY_S = 1.5
-# Of a rank that gets on nobody asks whether it is at the disk: watching it would cost a quarter more.
+# A rank that makes progress is not asked for its disk use, which would cost a quarter more.
 QUIET_S = 1.0
-# What a logger writes beside is less than that.
+# More than a logger writes in the meantime.
 MUCH_DATA_BYTES = 256 * 1024
 
 
 class Used(NamedTuple):
-    """What a process has used by the time `at`, on the monotonic clock: CPU, with the time for which it was ready and others
-    had the cores; bytes from and to the disk; and whether it waited for the disk just then, which no wait for a peer does. None
-    where nobody asked."""
+    """What a process has used by `at` (monotonic clock); `cpu_s` includes its waits for a core."""
 
     at: float
     cpu_s: float
@@ -41,7 +40,7 @@ class Used(NamedTuple):
 
 @dataclass
 class Heard:
-    """One rank's last sign of progress, on the monotonic clock; `used` has what its process had used when, lately."""
+    """When one rank last made progress (monotonic clock), and what its process `used` lately."""
 
     at: float
     signs: object = None
@@ -51,7 +50,7 @@ class Heard:
 
 
 class Progress:
-    """Follows the ranks of one job. Called by the watcher, a few times a second."""
+    """Follows the ranks of one job; the watcher calls it a few times a second."""
 
     def __init__(self) -> None:
         self._heard: dict[tuple[int, int], Heard] = {}
@@ -60,11 +59,11 @@ class Progress:
         self._children: dict[tuple[int, int], tuple[list[int], float, float]] = {}
 
     def spoke(self, attempt: int, rank: int) -> None:
-        """The rank has written a line."""
+        """Note that the rank has written a line."""
         self._of(attempt, rank).at = time.monotonic()
 
     def update(self, ranks: Sequence[Rank]) -> None:
-        """Look for reports and new collectives of the ranks that run, and at what they have computed."""
+        """Look for reports and new collectives of the running ranks, and at what they used."""
         now = time.monotonic()
         ended = tuple((rank.failure is not None, rank.exitcode) for rank in ranks)
         if ended != self._ended:
@@ -74,13 +73,13 @@ class Progress:
                 continue
             heard = self._of(rank.attempt, rank.rank)
             signs, collectives = _signs(rank), _joined(rank)
-            # The first count that a rank tells is where the counting starts.
+            # A rank's first count is only the start of counting.
             if signs != heard.signs or (heard.collectives is not None and collectives != heard.collectives):
                 heard.at = now
             heard.signs, heard.collectives = signs, collectives
             of_disk = _disk_use(rank.pid) if now - heard.at > QUIET_S else ()
             heard.used.append(Used(now, _wanted_s(rank.pid), *of_disk))
-            # A look at ranks that do not answer takes longer than that: two points are kept, or nothing could be said.
+            # A look at ranks that do not answer takes longer than that, so two points are kept in any case.
             while len(heard.used) > 2 and now - heard.used[0].at > LATELY_S:
                 heard.used.popleft()
             if now - max(heard.at, heard.asked) > ASK_AFTER_S:
@@ -92,22 +91,23 @@ class Progress:
         return time.monotonic() - self._of(rank.attempt, rank.rank).at
 
     def busy(self, rank: Rank) -> float:
-        """The share of one core that this rank has used lately, or would have on a machine of its own; above 1 with more
-        threads."""
+        """The share of a core that this rank used lately, counting its waits for a core."""
         used = self._of(rank.attempt, rank.rank).used
         if len(used) < 2:
             return 0.0
         return max(0.0, used[-1].cpu_s - used[0].cpu_s) / (used[-1].at - used[0].at)
 
     def at_the_disk(self, rank: Rank) -> bool:
-        """Whether this rank has waited for the disk lately, as in the first import of a package, or moved much from or to it."""
+        """Whether this rank lately waited for the disk, or moved much data."""
         used = self._of(rank.attempt, rank.rank).used
         moved = [point.disk_bytes for point in used if point.disk_bytes is not None] or [0]
         return moved[-1] - moved[0] >= MUCH_DATA_BYTES or any(point.waits_for_disk for point in used)
 
     def children_busy(self, rank: Rank) -> float:
-        """The share of one core that this rank's child processes, its loader's workers, have used, or would have, since the
-        last such question; infinite at the first, and where others have taken their place, as a compiler's programs do."""
+        """The share of a core that this rank's child processes used since the last call.
+
+        It is infinite at the first call, and if other processes have replaced them, as a compiler's do.
+        """
         try:
             children = [child.pid for child in psutil.Process(rank.pid).children(recursive=True)]
         except psutil.Error:
@@ -120,34 +120,28 @@ class Progress:
         return max(0.0, used_s - before_s) / (now - before) if children == known and now > before else math.inf
 
     def job_silent_s(self, ranks: Sequence[Rank]) -> float:
-        """Seconds since any rank that runs made progress, or any rank failed or ended; 0 where none runs."""
-        silent_s = (self.silent_s(r) for r in ranks if r.exitcode is None and r.pid)
-        return (
-            min((*silent_s, time.monotonic() - self._ended_at))
-            if any(r.exitcode is None and r.pid for r in ranks)
-            else 0.0
-        )
+        """Seconds since a running rank made progress, or a rank failed or ended; 0 if none runs."""
+        silent_s = [self.silent_s(r) for r in ranks if r.exitcode is None and r.pid]
+        return min(*silent_s, time.monotonic() - self._ended_at) if silent_s else 0.0
 
     def _of(self, attempt: int, rank: int) -> Heard:
         return self._heard.setdefault((attempt, rank), Heard(time.monotonic()))
 
 
 def _joined(rank: Rank) -> object:
-    """How many collectives the rank has begun and ended, and sends and receives, as last told; None where it has told
-    nothing."""
+    """The rank's last count of collectives begun, collectives ended, and messages; None without a count."""
     told = wire.read_record(rank.folder / wire.PROGRESS)
     return [told.get(counted) for counted in ("enqueued", "completed", "exchanges")] if told else None
 
 
 def _signs(rank: Rank) -> object:
-    """What it has reported, whether it has come to its process group and that has come up, and whether its script has come
-    to its end."""
-    come, up = ((rank.folder / name).exists() for name in (wire.JOINING, wire.ASK))
-    return _size(rank.folder / wire.REPORTS), come, up, rank.finished_ns
+    """The other signs: its reports, its process group, and the end of its script."""
+    joining, joined = ((rank.folder / name).exists() for name in (wire.JOINING, wire.ASK))
+    return size(rank.folder / wire.REPORTS), joining, joined, rank.finished_ns
 
 
 def _wanted_s(pid: int) -> float:
-    """Seconds of CPU that a process has used, or would have if others had not had the cores."""
+    """Seconds of CPU that a process has used, or would have on an idle machine."""
     return _cpu_s(pid) + _ready_s(pid)
 
 
@@ -159,7 +153,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _ready_s(pid: int) -> float:
-    """Seconds for which the main thread of a process was ready to run and had no core, where the system tells."""
+    """Seconds that a process's main thread was ready to run without a core; 0 if unknown."""
     try:
         with open(f"/proc/{pid}/schedstat", "rb") as told:
             return int(told.read().split()[1]) / 1e9
@@ -168,7 +162,7 @@ def _ready_s(pid: int) -> float:
 
 
 def _disk_use(pid: int) -> tuple[int, bool]:
-    """The bytes that a process has moved from and to the disk, where the platform counts them, and whether it waits there."""
+    """Bytes that a process has read and written, and whether it waits for the disk."""
     moved, waits = 0, False
     with contextlib.suppress(psutil.Error, AttributeError):
         process = psutil.Process(pid)
@@ -176,10 +170,3 @@ def _disk_use(pid: int) -> tuple[int, bool]:
         counted = process.io_counters()
         moved = counted.read_bytes + counted.write_bytes
     return moved, waits
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -1,4 +1,4 @@
-"""Follows growing log files as whole lines, in bounded memory: bad bytes replaced, `\\r` folded, colours taken out."""
+"""Follows growing log files as whole lines, without colours, in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ddpkit.display.sink import Line
 from ddpkit.runfolder import wire
+from ddpkit.runfolder.logs import log_folder
 
 CHUNK = 256 * 1024
 LONGEST_LINE = 2_000
@@ -22,7 +23,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 class Tail:
-    """One log file of one rank, read from where it was left."""
+    """One log file of one rank, read on from the last position."""
 
     def __init__(self, path: Path, rank: int, stream: str, attempt: int, every_line: bool = False) -> None:
         self.path, self.rank, self.stream, self.attempt = path, rank, stream, attempt
@@ -36,8 +37,7 @@ class Tail:
         self._rest_shown = True
 
     def read(self) -> list[Line]:
-        """New whole lines, and a line still open for a while. Of a flood only the newest are made into lines to show;
-        the others are counted in `skipped`."""
+        """New whole lines, and one open for a while; in a flood, only the newest (`skipped` counts the rest)."""
         data = self._file.read(CHUNK)
         *whole, rest = data.split(b"\n")
         lines = self._whole_lines(whole) if whole else []
@@ -45,7 +45,7 @@ class Tail:
         return lines + self._open_line()
 
     def _whole_lines(self, whole: list[bytes]) -> list[Line]:
-        """Lines for these texts, the first of which ends the one that was still open."""
+        """The lines of these texts, the first of which ends the open line."""
         whole[0], cut_of_first = self._rest + whole[0], self._cut
         self._rest, self._cut = b"", 0
         unshown = 0 if self._every_line else max(0, len(whole) - MOST_LINES_A_READ)
@@ -71,7 +71,7 @@ class Tail:
         return last
 
     def _keep(self, rest: bytes) -> None:
-        """Hold what follows the last newline, bounded: its beginning, or of a progress bar its latest state."""
+        """Keep what follows the last newline, bounded: its beginning, or a progress bar's latest state."""
         if not rest:
             return
         joined = self._rest + rest
@@ -87,7 +87,7 @@ class Tail:
     def _open_line(self) -> list[Line]:
         if self._rest_shown or not self._rest.strip() or time.monotonic() - self._rest_since < OPEN_LINE_AFTER_S:
             return []
-        # A progress bar changes more often than it need be shown.
+        # A progress bar changes more often than it has to be shown.
         self._rest_shown, self._rest_since = True, time.monotonic()
         return [self._line(self._rest, self._cut, is_open=True)]
 
@@ -111,10 +111,10 @@ def clean(raw: bytes, already_cut: int = 0) -> str:
 
 
 class Tails:
-    """Every log file of a job, found as torchrun makes them; wakes when one grows."""
+    """Every log file of a job, found as torchrun makes them."""
 
     def __init__(self, folder: Path, exit_fd: int | None, every_line: bool = False) -> None:
-        self.logs = folder / wire.LOGS
+        self.folder = folder
         self.tails: dict[Path, Tail] = {}
         self._ranks = folder / "ranks"
         self._exit_fd = exit_fd
@@ -123,7 +123,7 @@ class Tails:
         self._seen: set[Path] = set()
 
     def wait(self, seconds: float) -> None:
-        """Return when a log grows, the job's processes end, or `seconds` are over."""
+        """Return when a log grows, the job's processes end, or after `seconds`."""
         fds = [fd for fd in (self._notify, self._exit_fd) if fd is not None]
         if self._notify is None:
             seconds = min(seconds, 0.01)
@@ -132,12 +132,12 @@ class Tails:
             os.read(self._notify.fileno(), 64 * 1024)
 
     def find(self) -> None:
-        """Take up log files that have appeared. A rank's number is known once it has written its first record."""
+        """Find new log files. A rank's number is known once it has written its first record."""
         for attempt in sorted(self._ranks.glob("attempt_*/rank_*")):
             if attempt in self._seen or not (started := wire.read_record(attempt / wire.STARTED)):
                 continue
             number = int(attempt.parent.name.rsplit("_", 1)[1])
-            found = next(iter(self.logs.glob(f"*/attempt_{number}/{started['local_rank']}")), None)
+            found = log_folder(self.folder, number, started["local_rank"])
             if found is None:
                 continue
             self._seen.add(attempt)
@@ -156,14 +156,14 @@ class Tails:
 
     @property
     def skipped(self) -> dict[int, int]:
-        """Lines per rank that went by too fast to be shown."""
+        """How many lines of each rank came too fast to be shown."""
         counts: dict[int, int] = {}
         for tail in self.tails.values():
             counts[tail.rank] = counts.get(tail.rank, 0) + tail.skipped
         return counts
 
     def close(self) -> list[Line]:
-        """Stop following; what was left without a newline comes back."""
+        """Stop following, and return the last lines that had no newline."""
         last = [line for tail in self.tails.values() for line in tail.close()]
         if self._notify is not None:
             self._notify.close()
@@ -181,7 +181,7 @@ class Tails:
 
 
 def _notifier():  # type: ignore[no-untyped-def]
-    """The kernel's own word that a file has grown; None where there is none, and files are polled."""
+    """inotify, which tells that a file has grown; None if the system has none, and files are polled."""
     try:
         from inotify_simple import INotify
 

@@ -1,4 +1,4 @@
-"""The clock over a running job: passes lines on, says how each rank is, looks closer when nothing moves, minds the limits."""
+"""Watches a running job: passes lines on, shows each rank's state, looks closer when nothing moves."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from .tail import Tails
 PAUSE_S = 0.004
 IDLE_S = 0.25
 STATE_EVERY_S = 0.5
-# A job that is to be ended at a stall is given so many times as long while the rank that holds it up computes.
+# How many times longer a stalled job may run while the rank that holds it up computes.
 BUSY_PATIENCE = 5
-# What was found longer ago than this is looked at once more before the job is ended.
+# If the last look is older than this, there is another one before the job is ended.
 FRESH_S = 1.0
 FULL_DISK_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds. `timeout` ends the job; after `stall` without progress ddpkit looks closer, and with `stop_on_stall` ends it."""
+    """`timeout_s` ends the job; after `stall_s` without progress ddpkit looks, and may end it."""
 
     timeout_s: float | None
     stall_s: float | None
@@ -51,7 +51,7 @@ class Limits:
 
 @dataclass
 class Watcher:
-    """Watches one job to its end, on a thread of its own that outlives whoever started it."""
+    """Watches one job to its end, on its own thread."""
 
     run: Run
     job: Job
@@ -65,7 +65,7 @@ class Watcher:
     _hoped_at: float = -math.inf
 
     def start(self) -> None:
-        """Begin to watch; returns at once. `job.over` is set at the end, whatever happens here."""
+        """Begin to watch and return at once. `job.over` is set at the end, whatever happens here."""
         threading.Thread(target=self._watch, name=f"ddpkit watches {self.run.name}", daemon=True).start()
 
     def _watch(self) -> None:
@@ -75,7 +75,7 @@ class Watcher:
             self._cap = LogCap(self.job)
             self._follow()
         except Exception as error:
-            # Whoever waits must get control back even if watching itself breaks; the job's files are complete anyway.
+            # The caller must get control back even if watching breaks; the job's files are complete anyway.
             self.job.note(f"ddpkit stopped watching: {type(error).__name__}: {error}")
             self.job.stop("stopped")
         finally:
@@ -131,7 +131,7 @@ class Watcher:
         return f"No rank has made progress for {self.limits.stall_s:g} s." if self._finding else ""
 
     def _note_standstill(self, ranks: Sequence[Rank], elapsed: float) -> None:
-        """Keep what was found for whoever shows it; the rows anew when a rank has ended since."""
+        """Keep what was found for the display; its rows are made again when a rank has ended."""
         found, exits = self._finding, tuple(rank.exitcode for rank in ranks)
         if found is None:
             self._still = None
@@ -187,7 +187,7 @@ class Watcher:
             now = time.monotonic()
             if self._may_still_come(ranks, silent_s):
                 self._hoped_at = now
-            # What comes when a computation is over needs a moment to be heard of.
+            # Progress after a long computation takes a moment to be seen.
             elif limits.stop_on_stall and now - self._hoped_at > LATELY_S:
                 if silent_s > limits.stall_s + FRESH_S:
                     self._finding = self._look(ranks, "stall")
@@ -195,17 +195,19 @@ class Watcher:
         else:
             stalled, self._finding = self._finding is not None, None
             if self._looked_at_failure_of < (attempt := _failed_attempt(ranks)):
-                # The keeper of a rank that failed holds its end back, so that those it may have waited for still live. Where
-                # they do not any more, what was seen of them in the standstill is kept.
+                # The failed rank's keeper holds its exit back, so the ranks it waited for still live. If one does not, what
+                # was seen of it in the standstill is kept.
                 self._looked_at_failure_of = attempt
                 self._look(ranks, "failure")
             elif stalled:
                 withdraw(ranks)
 
     def _may_still_come(self, ranks: Sequence[Rank], silent_s: float) -> bool:
-        """Whether whoever holds the job up computes, as a rank does that imports torch on a busy machine, or a child of it, or
-        is at a slow disk; whether torch has still to notice that a loader's worker has died; or whether a rank has failed and
-        is on its way out, which takes torch 5 s for each worker that does not answer."""
+        """Whether a stalled job may still go on or end by itself.
+
+        The rank that holds it up, or its child, computes (imports torch, say) or waits for the disk; torch has not yet
+        noticed a dead loader worker; or a failed rank is on its way out: 5 s for each worker that does not answer.
+        """
         found, stall_s = self._finding, self.limits.stall_s or 0
         if found is None or silent_s > BUSY_PATIENCE * stall_s:
             return False
@@ -235,5 +237,5 @@ class Watcher:
 
 
 def _failed_attempt(ranks: Sequence[Rank]) -> int:
-    """The attempt in which a rank has failed by now; -1 if none has."""
+    """The attempt in which a rank has failed; -1 if none has."""
     return next((r.attempt for r in ranks if r.failure or r.exitcode), -1)
