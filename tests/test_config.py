@@ -73,7 +73,7 @@ def test_every_key_of_the_guides_is_there_with_its_default() -> None:
     guides = yaml.safe_load(GUIDES)
     assert {name: defaults[name] for name in guides} == guides and TrainConfig.from_dict(guides).to_args() == []
     assert defaults["cleanup_interval"] == 0 and "frees nothing that is in use" in KEYS["cleanup_interval"].says
-    assert TrainConfig().errors(8, "cuda") == TrainConfig().errors(2, "cpu") == TrainConfig().remarks(2, "cpu") == []
+    assert TrainConfig().errors(8, "cuda") == TrainConfig().errors(2, "cpu") == []
 
 
 def outside(key: Key) -> list[Any]:
@@ -256,20 +256,6 @@ def test_all_faults_are_told_at_once() -> None:
         "- training.precision must be one of auto, fp32, bf16, fp16 ('fp13' given); did you mean fp32?\n"
         "- model.hidden_size must be divisible by model.num_heads (512 and 7 given)"
     )
-
-
-def test_what_runs_and_does_not_do_what_it_promises_is_remarked() -> None:
-    config = TrainConfig(num_epochs=1, cleanup_interval=100, precision="fp16")
-    assert config.errors(2, "cpu") == []
-    assert config.remarks(2, "cpu") == [
-        "training.precision fp16 runs on the CPU, many times slower than fp32; it tries the code, no more",
-        "training.warmup_steps 1000 are more than the 141 steps of this training: the learning rate gets no further than "
-        "1.41e-05",
-        "intervals.cleanup_interval 100 frees no tensor that is in use, and costs time each time; 0 leaves it out",
-    ]
-    assert "bf16 instructions" in TrainConfig(precision="bf16").remarks(2, "cpu")[0]
-    assert TrainConfig(precision="bf16").remarks(2, "cuda") == []
-    assert TrainConfig(precision="bf16", use_amp=False).remarks(2, "cpu") == []
 
 
 def test_sizes_of_a_job() -> None:

@@ -143,7 +143,7 @@ def test_the_kernels_log_is_read_for_what_the_catalog_knows(monkeypatch: pytest.
 
 GPU = devices.Gpu(0, "GPU-1", "NVIDIA H200")
 TOLD: dict[str, Any] = {"torch": "2.13.0", "cuda": "12.6", "hip": None, "backends": ["gloo", "nccl"], "nccl": "2.27.3"}
-SEEN = {"names": ["NVIDIA H200"], "capabilities": ["9.0"], "without_peer_access": [], "error": ""}
+SEEN = {"names": ["NVIDIA H200"], "capabilities": ["9.0"], "error": ""}
 
 
 @pytest.mark.parametrize(
@@ -170,11 +170,10 @@ def test_a_gpu_machine_is_told_by_what_driver_and_torch_say(
     assert (lines[name].level == "problem") == (words != "1 known to the driver (NVIDIA H200), 1 usable by torch")
 
 
-def test_the_report_is_text_html_and_json() -> None:
-    lines = (Check("torch", "2.13.0"), Check("/dev/shm", "64 MiB <b>", "problem", "Give it more."))
+def test_the_report_is_text_and_json() -> None:
+    lines = (Check("torch", "2.13.0"), Check("/dev/shm", "64 MiB", "problem", "Give it more."))
     report = Report(lines)
     assert str(report).splitlines()[-1] == "1 would break a job: /dev/shm." and "-> Give it more." in str(report)
-    assert "<b>" not in report._repr_html_().replace("<b>torch</b>", "").replace("<b>/dev/shm</b>", "")
     assert json.loads(report.json())["problems"] == 1
     assert str(Report(lines[:1])).endswith("Nothing here would break a job.")
 

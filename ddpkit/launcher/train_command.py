@@ -161,8 +161,6 @@ def _trained(config: TrainConfig, backend: str, place: Place, max_restarts: int,
     ranks = f"{place.nproc} rank{'s' * (place.nproc > 1)}, {place.words(backend)}"
     each, total = config.batch_size * config.gradient_accumulation_steps, config.global_batch(place.nproc)
     print(f"train: {ranks}; {each} samples a step on each, {total} in all.")
-    for remark in config.remarks(place.nproc, device_of(backend)):
-        print(f"train: {remark}.")
     if dry_run:
         print(_command(config, backend, place, max_restarts))
         return 0

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from html import escape
 
 from . import checks, torch_checks
 from .checks import Check
@@ -16,7 +15,7 @@ MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What the doctor found, as a table in text and in notebooks."""
+    """What the doctor found, as a table."""
 
     checks: tuple[Check, ...]
 
@@ -40,17 +39,6 @@ class Report:
         if not self.problems:
             return "Nothing here would break a job."
         return f"{len(self.problems)} would break a job: {', '.join(c.name for c in self.problems)}."
-
-    def _repr_html_(self) -> str:
-        colours = {"ok": "inherit", "note": "#9a6700", "problem": "#cf222e"}
-        rows = "".join(
-            f'<tr><td style="text-align:left;color:{colours[c.level]}">{MARKS[c.level]}</td>'
-            f'<td style="text-align:left"><b>{escape(c.name)}</b></td><td style="text-align:left">{escape(c.found)}'
-            + (f"<br>→ {escape(c.advice)}" if c.advice and c.level != "ok" else "")
-            + "</td></tr>"
-            for c in self.checks
-        )
-        return f'<div class="ddpkit-doctor"><table>{rows}</table><div>{escape(self.summary)}</div></div>'
 
     def json(self) -> str:
         """The lines as JSON (name, found, level, advice), and how many are problems."""

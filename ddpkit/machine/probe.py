@@ -35,10 +35,9 @@ def _gpus(torch: Any) -> dict[str, Any]:
         if count:
             torch.zeros(1, device="cuda")
         capabilities = [".".join(map(str, torch.cuda.get_device_capability(i))) for i in range(count)]
-        peers = [[i, j] for i in range(count) for j in range(i) if not torch.cuda.can_device_access_peer(i, j)]
     except Exception as error:
-        return {"names": [], "capabilities": [], "without_peer_access": [], "error": str(error).partition("\n")[0]}
-    return {"names": names, "capabilities": capabilities, "without_peer_access": peers, "error": ""}
+        return {"names": [], "capabilities": [], "error": str(error).partition("\n")[0]}
+    return {"names": names, "capabilities": capabilities, "error": ""}
 
 
 if __name__ == "__main__":

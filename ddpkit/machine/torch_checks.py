@@ -48,7 +48,7 @@ def torch_build(told: Mapping[str, Any]) -> Iterator[Check]:
 def gpus(told: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Check]:
     """The GPUs that the driver knows, the GPUs that torch can use, and what joins them."""
     known = all_gpus()
-    seen = told.get("gpus", {"names": [], "error": "", "capabilities": [], "without_peer_access": []})
+    seen = told.get("gpus", {"names": [], "error": "", "capabilities": []})
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     limit = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     if problem := driver_problem():
@@ -73,14 +73,7 @@ def gpus(told: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Ch
         yield Check("GPUs", found)
     yield from _architectures(told, seen)
     if len(known) > 1:
-        yield from _joined(seen)
-
-
-def _joined(seen: Mapping[str, Any]) -> Iterator[Check]:
-    yield Check("links", links())
-    if seen["without_peer_access"]:
-        pairs = ", ".join(f"{a}-{b}" for b, a in seen["without_peer_access"])
-        yield Check("peer access", f"none between GPUs {pairs}", "note", "NCCL goes through the host there: slower.")
+        yield Check("links", links())
 
 
 def _architectures(told: Mapping[str, Any], seen: Mapping[str, Any]) -> Iterator[Check]:

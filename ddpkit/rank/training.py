@@ -33,8 +33,6 @@ def train(config: TrainConfig, **parts: Any) -> Outcome:
             raise ConfigError(faults)
         if config.memory_budget_mib:
             memory_budget(config.memory_budget_mib)
-        for remark in config.remarks(here.world_size, here.device.type):
-            logger.warning("%s", remark)
         samples = config.global_batch(here.world_size)
         logger.info("%d samples a step: %d on each of %d ranks", samples, samples // here.world_size, here.world_size)
         trainer = Trainer(config, here, **parts)

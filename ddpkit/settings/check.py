@@ -37,14 +37,6 @@ def faults(config: Values, world_size: int, device_type: str, leave_out: Collect
     return found
 
 
-def remarks(config: Values, world_size: int, device_type: str) -> list[str]:
-    """A sentence for each setting that runs but does not do what it seems to promise."""
-    found: list[str] = []
-    for rule in WORTH_SAYING:
-        found += rule(config, Job(world_size, device_type))
-    return found
-
-
 def _heads(config: Values, job: Job) -> Iterator[str]:
     if config.hidden_size % config.num_heads:
         yield (
@@ -141,32 +133,3 @@ TOGETHER: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("parallel", *OF_DDP), _shards),
     (("fault",), _fault),
 )
-
-
-def _slow_precision(config: Values, job: Job) -> Iterator[str]:
-    if job.device_type != "cpu" or not config.use_amp:
-        return
-    if config.precision == "fp16":
-        yield "training.precision fp16 runs on the CPU, many times slower than fp32; it tries the code, no more"
-    elif config.precision == "bf16":
-        yield "training.precision bf16 on the CPU is faster than fp32 on those with bf16 instructions alone; auto takes fp32"
-
-
-def _warmup(config: Values, job: Job) -> Iterator[str]:
-    steps = config.total_steps(job.world_size)
-    if config.scheduler == "linear_warmup" and config.warmup_steps > steps:
-        yield (
-            f"training.warmup_steps {config.warmup_steps} are more than the {steps} steps of this training: "
-            f"the learning rate gets no further than {config.learning_rate * steps / config.warmup_steps:g}"
-        )
-
-
-def _cleanup(config: Values, job: Job) -> Iterator[str]:
-    if config.cleanup_interval:
-        yield (
-            f"intervals.cleanup_interval {config.cleanup_interval} frees no tensor that is in use, and costs time each "
-            "time; 0 leaves it out"
-        )
-
-
-WORTH_SAYING: tuple[Rule, ...] = (_slow_precision, _warmup, _cleanup)

@@ -102,10 +102,6 @@ class TrainConfig(Values):
         """
         return check.faults(self, world_size, device_type)
 
-    def remarks(self, world_size: int = 1, device_type: str = "") -> list[str]:
-        """What runs but does not do what it seems to promise, a sentence each."""
-        return check.remarks(self, world_size, device_type)
-
     def changes_training(self, written: Mapping[str, Any]) -> str:
         """What differs from `written`, the `to_dict` of the job to resume, and must not; "" where nothing does."""
         said = []
