@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .diagnosis.rows import Row, rows
 from .diagnosis.run import Diagnosis, diagnose, of_replicas
-from .display.lane_words import lane_words
+from .display.lane_words import with_words
 from .display.text import as_text, headline, ranks_counted
 from .runfolder import wire
-from .runfolder.account import Account, Ending, read_account
+from .runfolder.account import Account, Ending, read_account, returned_values
 from .runfolder.folders import packed, unpacked
 from .runfolder.ranks import Rank
 from .runfolder.replicas import Replicas, compare
@@ -99,7 +96,7 @@ class Run:
     @property
     def state(self) -> str:
         """running, passed, failed, hung, timed_out or stopped."""
-        if self._job is not None and not self._job.ended.is_set():
+        if not self._is_over():
             return "running"
         ending = self._known[0].ending
         if ending.reason:
@@ -135,14 +132,14 @@ class Run:
         """The ranks of each attempt; more than one where `--max-restarts` let torchrun try again."""
         account, last = self._known
         *earlier, _ = account.attempts or [()]
-        before = [_judged(ranks, judge(ranks, Ending()), Ending()) for ranks in earlier]
-        return (*before, _judged(account.last_attempt, last, account.ending)) if account.attempts else ()
+        before = [with_words(ranks, judge(ranks, Ending()), Ending()) for ranks in earlier]
+        return (*before, with_words(account.last_attempt, last, account.ending)) if account.attempts else ()
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """Every rank of the last attempt, in order. A rank that never started is not there."""
         account, verdict = self._known
-        return _judged(account.last_attempt, verdict, account.ending)
+        return with_words(account.last_attempt, verdict, account.ending)
 
     @property
     def verdict(self) -> Verdict:
@@ -162,8 +159,8 @@ class Run:
     def replicas(self) -> Replicas | None:
         """Whether the ranks' DDP models are the same at the end: "equal", or "0.41 apart, first in head.weight".
 
-        A string that also has `apart` and `buffers`. None where nothing can be compared: the job did not pass, or a rank
-        had no DDP model, or one of other parameters, or one on a GPU that was freed before its process group.
+        A string that also has `apart` and `buffers`. None where nothing can be compared: the job did not pass, a rank had
+        no DDP model, or one with other parameters, or one on a GPU that was freed before its process group.
         """
         return self._replicas if self._is_over() else None
 
@@ -203,14 +200,7 @@ class Run:
                 f"run.returned: {self.folder.name} was read from a folder, and unpickling its values could run foreign code. "
                 "Launch it here, or have the ranks hand values over by ddpkit.rank.report(...)."
             )
-        import cloudpickle
-
-        found = {}
-        for rank in self._known[0].last_attempt:
-            path = rank.folder / wire.RETURNED
-            if path.exists():
-                found[rank.rank] = cloudpickle.loads(path.read_bytes())
-        return found
+        return returned_values(self._known[0].last_attempt)
 
     @property
     def torchrun_log(self) -> str:
@@ -233,11 +223,7 @@ class Run:
         return self
 
     def check(self) -> Run:
-        """The run itself if it passed.
-
-        Raises:
-            JobFailed: it did not.
-        """
+        """The run itself if it passed; raises `JobFailed` if it did not."""
         if not self.ok:
             raise JobFailed(self)
         return self
@@ -269,21 +255,13 @@ class Run:
     __repr__ = __str__
 
     def plot(self) -> Picture:
-        """A figure of the ranks over time: what each did, what it waited in, and how it ended.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
+        """A figure of the ranks over time: what each did, what it waited in, and how it ended. Needs matplotlib."""
         from .display.timeline import draw
 
         return draw(self)
 
     def plot_memory(self) -> Picture:
-        """A figure of each rank's memory: its peak, what filled it, and the budget, of a job that asked for one.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
+        """A figure of each rank's memory: its peak, what filled it, and the budget if one was set. Needs matplotlib."""
         from .display.memory_plot import draw
 
         return draw(self)
@@ -317,16 +295,3 @@ class Run:
         end = self._job.end if self._job is not None else wire.read_record(self.folder / wire.END) or {}
         account = read_account(self.folder, self._spec, end, self.torchrun_log)
         return account, judge_job(account.attempts, account.ending)
-
-
-def _judged(ranks: tuple[Rank, ...], verdict: Verdict, ending: Ending) -> tuple[Rank, ...]:
-    found = []
-    for rank in ranks:
-        role = verdict.roles.get(rank.rank, "unknown")
-        found.append(replace(rank, words=lane_words(rank, verdict, ending), role=role))
-    return tuple(found)
-
-
-def save_spec(folder: Path, spec: Mapping[str, Any]) -> None:
-    """Write what the job was asked to be; called by the launcher before the start."""
-    (folder / wire.JOB).write_text(json.dumps(spec, indent=1, default=str), encoding="utf-8")

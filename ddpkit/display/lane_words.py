@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ddpkit.runfolder.account import Ending
 from ddpkit.runfolder.failures import LEAVES
@@ -17,6 +19,15 @@ MET: dict[str, str] = {
 }
 _HAD_ENDED = re.compile(r"Detected at least one rank that exhausted inputs")
 _ENDED_BY = {"stopped": "stopped", "timeout": "ended at the timeout", "stall": "ended at the stall"}
+
+
+def with_words(ranks: Sequence[Rank], verdict: Verdict, ending: Ending) -> tuple[Rank, ...]:
+    """The ranks of a job that was judged, each with its role and its words."""
+    found = []
+    for rank in ranks:
+        role = verdict.roles.get(rank.rank, "unknown")
+        found.append(replace(rank, words=lane_words(rank, verdict, ending), role=role))
+    return tuple(found)
 
 
 def lane_words(rank: Rank, verdict: Verdict, ending: Ending) -> str:

@@ -18,7 +18,7 @@ from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
 from ddpkit.processes import zygote
 from ddpkit.processes.agent import Job, Start
-from ddpkit.run import Run, save_spec
+from ddpkit.run import Run
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.folders import new_run_folder
 from ddpkit.watcher.watcher import Limits, Watcher
@@ -132,7 +132,7 @@ def start(
     command = _torchrun([program, *rest], options)
     script = "" if program == "-m" else program
     spec = _spec(target, options, command, env, backend, shared) | {"program": script}
-    save_spec(folder, spec)
+    wire.write_record(folder / wire.JOB, spec)
     env[wire.ENV_RUN] = str(folder)
     if not options.expect_replicas:
         env[wire.ENV_REPLICAS] = "0"
@@ -149,7 +149,7 @@ def start(
             zygote.PATIENCE_S if wait or patient else 0,
         ),
     )
-    save_spec(folder, {**spec, "cold_because": job.cold_because})
+    wire.write_record(folder / wire.JOB, {**spec, "cold_because": job.cold_because})
     run = Run(folder, job, options.reveal)
     limits = Limits(options.timeout_s, options.stall_s, options.stop_on_stall)
     sink.begin(run, lambda: job.stop("stopped"))

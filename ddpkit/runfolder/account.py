@@ -56,6 +56,18 @@ def read_account(folder: Path, spec: Mapping[str, Any], end: Mapping[str, Any], 
     return Account(attempts, ending, notes)
 
 
+def returned_values(ranks: Sequence[Rank]) -> dict[int, Any]:
+    """What the function of the job returned, by rank. Only for a job of this process: unpickling runs code."""
+    import cloudpickle
+
+    found = {}
+    for rank in ranks:
+        path = rank.folder / wire.RETURNED
+        if path.exists():
+            found[rank.rank] = cloudpickle.loads(path.read_bytes())
+    return found
+
+
 def _of_the_ranks(attempts: Sequence[tuple[Rank, ...]]) -> list[str]:
     notes = []
     if len(attempts) > 1:
