@@ -32,7 +32,7 @@ BACKWARD = "_engine_run_backward"
 _IN_DISTRIBUTED = re.compile(r"torch.distributed.(distributed_c10d|nn|_functional_collectives)")
 # Functions that only ask about the process group, as a loader does, wait for nobody.
 _ASKS = re.compile(r"(^|\.)(_?(is|get)_\w+|default_pg|WORLD)$")
-_JOINING = re.compile(r"\b(init_process_group|rendezvous|_store_based_barrier|_create_c10d_store)\b")
+_JOINING = re.compile(r"\b(init_process_group|_?rendezvous|_store_based_barrier|_create_c10d_store)\b")
 # Without workers the rank itself reads, in other functions.
 _IN_LOADER = re.compile(
     r"torch.utils.data.dataloader\.py (\w+\.)*(_(try_)?get_data|_shutdown_workers)$|_MultiProcessingDataLoaderIter\."
