@@ -52,9 +52,9 @@ def test_a_page_links_its_labs_and_its_notebook() -> None:
     for each in pages():
         assert each.labs == tuple(sorted(one.name for one in labs() if (one.page or one.name) == each.name))
         assert not each.notebook or each.notebook in notebooks, each.name
-        for shown in (str(each), each.markdown):
+        for shown in (str(each), each._repr_markdown_()):
             assert each.links in shown
-    shown = page("unused_parameters").markdown
+    shown = page("unused_parameters")._repr_markdown_()
     assert 'FixBench("branch_by_rank")' in shown and "notebooks/02_reduction_error.ipynb" in shown
     assert page("gpu_xid").links == ""
 

@@ -97,16 +97,11 @@ class Page:
         parts = [f"Break it and mend it: {labs}."] if labs else []
         return " ".join([*parts, *([f"Notebook: `notebooks/{self.notebook}.ipynb`."] if self.notebook else [])])
 
-    @property
-    def markdown(self) -> str:
-        """The whole page with title, versions and links."""
+    def _repr_markdown_(self) -> str:
         return (
             f"# {self.title}\n\n`{self.name}` · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip()
             + "\n"
         )
-
-    def _repr_markdown_(self) -> str:
-        return self.markdown
 
     def __repr__(self) -> str:
         return f"{self.title}\n{self.name} · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip() + "\n"
