@@ -308,10 +308,6 @@ def test_all_that_is_wrong_in_a_mapping() -> None:
         "- there is no section training.deeper",
         "- there is no key num_epoch; did you mean num_epochs?",
     ]
-    assert validate_config(["batch_size"]) == (  # type: ignore[arg-type]
-        False,
-        ["a configuration is keys with values, and this is a list"],
-    )
 
 
 @pytest.mark.parametrize(

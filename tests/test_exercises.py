@@ -57,6 +57,7 @@ def test_each_task_has_wrong_answers_and_a_place_in_a_solution() -> None:
     texts = {p.name[:2]: p.read_text() for p in (ROOT / "solutions").glob("*.ipynb")}
     answered = [p.values[0] for p in WRONG_EVIDENCE + WRONG_PROGRAMS] + [task_of(p) for p in FUNCTIONS]
     for one in TASKS:
+        assert one.answer in ("run", "function", "evidence") and len(one.hints) == exercises.LEVELS, one.name
         assert f'ddpkit.check(\\"{one.name}\\"' in texts[one.name[:2]], one.name
         assert answered.count(one) >= 2, f"{one.name} has fewer than two wrong answers"
 

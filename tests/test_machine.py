@@ -19,8 +19,8 @@ class Driver:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
-    def nvmlDeviceGetUUID(self, handle: int) -> bytes:
-        return f"GPU-{'ab'[handle]}".encode()
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{'ab'[handle]}"
 
     def nvmlDeviceGetName(self, handle: int) -> str:
         return "H200"

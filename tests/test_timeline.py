@@ -117,11 +117,6 @@ def test_a_run_without_ranks_can_be_drawn(tmp_path: Path) -> None:
     assert Run.from_folder(tmp_path).plot().png(50).startswith(b"\x89PNG")
 
 
-def test_a_figure_is_saved(tmp_path: Path) -> None:
-    hung_run(tmp_path / "run").plot().save(tmp_path / "ranks.svg")
-    assert "<svg" in (tmp_path / "ranks.svg").read_text()
-
-
 def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path) -> None:
     hung_run(tmp_path)
     code = (

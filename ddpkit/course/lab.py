@@ -6,29 +6,21 @@ import difflib
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ddpkit.diagnosis.pages import LAB, BadPage, NoSuchPage
+from ddpkit.diagnosis.pages import LAB, NoSuchPage
 from ddpkit.errors import LaunchError
 from ddpkit.run import Run
 
 CATALOG = Path(__file__).parents[1] / "catalog"
 PROGRAM, RECORDED, RECORDED_ON_GPU = "broken.py", "recorded.zip", "gpu.zip"
-EXPECTED = ("fails", "hangs", "silent")
-KINDS = ("cure", "costly", "decoy")
-# How a decoy ends: as a failed job, as one that hangs, or as one that passes and is wrong.
-ENDS = ("fails", "hangs", "wrong")
 
 
 class NoSuchLab(NoSuchPage):
     """No failure of that name can be run: what was asked, the nearest names."""
-
-
-class BadLab(BadPage):
-    """A lab cannot be read: which file, which key, what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +28,15 @@ class Remedy:
     """What somebody recommends against a failure, as edits of the script: each an `(old, new)` pair of texts.
 
     `kind`: a "cure" cures, a "costly" one cures at a price that `why` names, a "decoy" does not, and then `ends` says how
-    the job ends. `keeps`: whether the training stays the same, so that one process can be compared with. `source`: where
-    it is recommended, by the ids of docs/coverage.md.
+    the job ends: "fails", "hangs", or "wrong", which is to pass and be wrong. `keeps`: whether the training stays the same,
+    so that one process can be compared with. `source`: where it is recommended, by the ids of docs/coverage.md.
     """
 
     name: str
     title: str
     kind: str
     why: str
-    edits: tuple[tuple[str, str], ...] = ()
+    edits: Sequence[Sequence[str]] = ()
     env: Mapping[str, str] | None = None
     ends: str = ""
     keeps: bool = True
@@ -69,8 +61,8 @@ class Lab:
     stall: float = 3.0
     timeout: float = 60.0
     env: Mapping[str, str] | None = None
-    platforms: tuple[str, ...] = ("linux", "darwin")
-    reference: tuple[tuple[str, str], ...] = ()
+    platforms: Sequence[str] = ("linux", "darwin")
+    reference: Sequence[Sequence[str]] = ()
 
     def remedy(self, name: str) -> Remedy:
         """The remedy called `name`.
@@ -97,7 +89,7 @@ class Lab:
         return CATALOG / self.name / RECORDED
 
 
-def patched(script: str, edits: Iterable[tuple[str, str]]) -> str:
+def patched(script: str, edits: Iterable[Sequence[str]]) -> str:
     """`script` with each `(old, new)` put in; every old text must be there once.
 
     Raises:
@@ -137,16 +129,8 @@ def lab(name: str) -> Lab:
 
 @cache
 def labs() -> tuple[Lab, ...]:
-    """Every failure of the catalog that can be run, by name.
-
-    Raises:
-        BadLab: one of them cannot be read.
-    """
-    found = []
-    for file in sorted(CATALOG.glob(f"*/{LAB}")):
-        program = read_program(file.with_name(PROGRAM))
-        found.append(parse(file.parent.name, file.read_text(encoding="utf-8"), program))
-    return tuple(found)
+    """Every failure of the catalog that can be run, by name."""
+    return tuple(map(_read, sorted(CATALOG.glob(f"*/{LAB}"))))
 
 
 def on_gpu(name: str) -> Run | None:
@@ -175,72 +159,9 @@ def read_program(file: Path) -> str:
     return source.split('"""', 2)[2].lstrip("\n") if source.startswith('"""') else source
 
 
-def parse(name: str, source: str, program: str) -> Lab:
-    """The lab of failure `name` from the texts of its two files.
-
-    Raises:
-        BadLab: a key is missing, is not known, or is not as it must be; an edit does not fit the program.
-    """
-    try:
-        return _lab(name, tomllib.loads(source), program)
-    except tomllib.TOMLDecodeError as error:
-        raise BadLab(f"catalog/{name}/{LAB}: it is no TOML: {error}.") from None
-    except ValueError as error:
-        raise BadLab(f"catalog/{name}/{LAB}: {error}") from None
-
-
-def _lab(name: str, found: dict[str, Any], program: str) -> Lab:
-    _check("the lab", found, Lab, {"name", "program"})
-    _check_choice("expect", found["expect"], EXPECTED)
+def _read(file: Path) -> Lab:
+    found = tomllib.loads(file.read_text(encoding="utf-8"))
     if isinstance(found.get("culprit"), list):
         found["culprit"] = tuple(found["culprit"])
-    found["remedies"] = tuple(_remedy(program, table) for table in found["remedies"])
-    found["reference"] = _edits("the reference", found.get("reference", []))
-    found["platforms"] = tuple(found.get("platforms", Lab.platforms))
-    made = Lab(name=name, program=program, **found)
-    if made.plain not in [r.name for r in made.remedies]:
-        raise ValueError(f"key `plain` is {made.plain!r}, which is none of its remedies.")
-    _check_fit("the reference", patched(program, made.remedy(made.plain).edits), made.reference)
-    return made
-
-
-def _remedy(program: str, table: dict[str, Any]) -> Remedy:
-    place = f"remedy {table.get('name', '?')!r}"
-    _check(place, table, Remedy, set())
-    _check_choice(f"kind of {place}", table["kind"], KINDS)
-    if ("ends" in table) != (table["kind"] == "decoy"):
-        raise ValueError(f"{place} must say how it `ends` if, and only if, it is a decoy.")
-    if "ends" in table:
-        _check_choice(f"ends of {place}", table["ends"], ENDS)
-    remedy = Remedy(**{**table, "edits": _edits(place, table.get("edits", []))})
-    _check_fit(place, program, remedy.edits)
-    return remedy
-
-
-def _edits(place: str, found: Any) -> tuple[tuple[str, str], ...]:
-    if not all(isinstance(e, list) and len(e) == 2 and all(isinstance(t, str) for t in e) for e in found):
-        raise ValueError(f"the edits of {place} must be pairs of texts, [old, new].")
-    return tuple((old, new) for old, new in found)
-
-
-def _check_fit(place: str, program: str, edits: Sequence[tuple[str, str]]) -> None:
-    try:
-        patched(program, edits)
-    except LaunchError as error:
-        raise ValueError(f"{place}: {error}") from None
-
-
-def _check(place: str, found: Mapping[str, Any], kind: type, given: set[str]) -> None:
-    known = {f.name: f for f in fields(kind) if f.name not in given}
-    for key in found:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1) or known
-            raise ValueError(f"key `{key}` of {place} is not known; use {', '.join(near)}.")
-    for key, needed in known.items():
-        if needed.default is MISSING and not found.get(key):
-            raise ValueError(f"{place} has no `{key}`.")
-
-
-def _check_choice(key: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"key `{key}` is {value!r}; use {', '.join(choices)}.")
+    found["remedies"] = tuple(Remedy(**table) for table in found["remedies"])
+    return Lab(name=file.parent.name, program=read_program(file.with_name(PROGRAM)), **found)

@@ -202,7 +202,7 @@ class Trials:
         plain = self._passed(())
         return steps.step_time(plain.ranks) if plain else None
 
-    def _passed(self, edits: Sequence[tuple[str, str]], **options: Any) -> Run | None:
+    def _passed(self, edits: Sequence[Sequence[str]], **options: Any) -> Run | None:
         plain = self.lab.remedy(self.lab.plain)
         try:
             script = patched(self.script, [*plain.edits, *edits])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Any
 
 PAGE, LAB = "page.md", "lab.toml"
 FENCE = "+++"
@@ -29,10 +27,6 @@ class NoSuchPage(LookupError):
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
-
-
-class BadPage(ValueError):
-    """A page of the catalog cannot be read; the message says which file, which key, and what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +97,11 @@ class Page:
         parts = [f"Break it and mend it: {labs}."] if labs else []
         return " ".join([*parts, *([f"Notebook: `notebooks/{self.notebook}.ipynb`."] if self.notebook else [])])
 
-    @property
-    def markdown(self) -> str:
-        """The whole page with title, versions and links."""
+    def _repr_markdown_(self) -> str:
         return (
             f"# {self.title}\n\n`{self.name}` · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip()
             + "\n"
         )
-
-    def _repr_markdown_(self) -> str:
-        return self.markdown
 
     def __repr__(self) -> str:
         return f"{self.title}\n{self.name} · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip() + "\n"
@@ -158,83 +147,29 @@ def page(name: str) -> Page:
 
 @cache
 def pages() -> tuple[Page, ...]:
-    """Every page, by name.
-
-    Raises:
-        BadPage: one of them cannot be read.
-    """
+    """Every page, by name."""
     return read_pages(files("ddpkit").joinpath("catalog"))
 
 
 def read_pages(folder: Traversable) -> tuple[Page, ...]:
-    """The pages in `folder`, which has one folder for each failure. See `pages`."""
+    """The pages in `folder`, which has one folder for each failure."""
     folders = sorted(folder.iterdir(), key=lambda f: f.name)
     labs: dict[str, list[str]] = {}
     for each in folders:
         if each.joinpath(LAB).is_file():
             told = tomllib.loads(each.joinpath(LAB).read_text(encoding="utf-8"))
             labs.setdefault(told.get("page", each.name), []).append(each.name)
-    found = [parse(f.name, f.joinpath(PAGE).read_text(encoding="utf-8")) for f in folders if f.joinpath(PAGE).is_file()]
-    return tuple(replace(page, labs=tuple(labs.get(page.name, ()))) for page in found)
+    found = []
+    for each in folders:
+        if each.joinpath(PAGE).is_file():
+            source = each.joinpath(PAGE).read_text(encoding="utf-8")
+            found.append(_parse(each.name, source, tuple(labs.get(each.name, ()))))
+    return tuple(found)
 
 
-def parse(name: str, source: str) -> Page:
-    """The page of failure `name` from the text of its file: front matter between two lines `+++`, then Markdown.
-
-    Raises:
-        BadPage: a part is missing, or a key is wrong.
-    """
-    opening, _, rest = source.partition("\n")
-    head, fence, text = rest.partition(f"\n{FENCE}\n")
-    if opening.strip() != FENCE or not fence:
-        raise _bad(name, f"it must begin with TOML between two lines `{FENCE}`.")
-    try:
-        found = tomllib.loads(head)
-    except tomllib.TOMLDecodeError as error:
-        raise _bad(name, f"its front matter is no TOML: {error}.") from None
-    _check_keys(name, "front matter", found, ("title", "seen_with", "signatures", "silent", "notebook"))
-    for key in ("title", "seen_with"):
-        if not isinstance(found.get(key), str) or not found[key].strip():
-            raise _bad(name, f"key `{key}` must be a text, but is {found.get(key)!r}.")
-    tables = found.get("signatures", [])
-    if not isinstance(tables, list) or bool(tables) == bool(found.get("silent")):
-        raise _bad(
-            name,
-            "key `signatures` must be at least one table [[signatures]]; or `silent = true`, where no message tells.",
-        )
-    if not text.strip():
-        raise _bad(name, "there is nothing below the front matter.")
-    signatures = tuple(_signature(name, i, table) for i, table in enumerate(tables, 1))
-    return Page(name, found["title"], found["seen_with"], signatures, text.strip() + "\n", found.get("notebook", ""))
-
-
-def _signature(name: str, number: int, table: dict[str, Any]) -> Signature:
-    place = f"signature {number}"
-    _check_keys(name, place, table, [f.name for f in fields(Signature)])
-    for field in fields(Signature):
-        kind: Any = bool if isinstance(field.default, bool) else str
-        if field.name in table and not (isinstance(table[field.name], kind) and table[field.name] != ""):
-            raise _bad(name, f"key `{field.name}` of {place} must be a {kind.__name__}, but is {table[field.name]!r}.")
-    if len({"text", "signal", "verdict"} & set(table)) != 1:
-        raise _bad(name, f"{place} needs one of `text`, `signal` and `verdict`, but has {', '.join(table) or 'none'}.")
-    if "text" not in table and (extra := set(table) & {"type", "where", "consequence", "general", "beside"}):
-        raise _bad(name, f"key `{min(extra)}` of {place} goes with `text` only.")
-    for key, choices in (("where", PLACES), ("verdict", KINDS)):
-        if key in table and table[key] not in choices:
-            raise _bad(name, f"key `{key}` of {place} is {table[key]!r}; use {', '.join(sorted(choices))}.")
-    signature = Signature(**table)
-    try:
-        _ = signature.pattern
-    except re.error as error:
-        raise _bad(name, f"key `text` of {place} is no regular expression: {error}.") from None
-    return signature
-
-
-def _check_keys(name: str, place: str, found: dict[str, Any], known: Iterable[str]) -> None:
-    for key in found:
-        if key not in known:
-            raise _bad(name, f"key `{key}` of the {place} is not known; use {', '.join(known)}.")
-
-
-def _bad(name: str, what: str) -> BadPage:
-    return BadPage(f"catalog/{name}/{PAGE}: {what}")
+def _parse(name: str, source: str, labs: tuple[str, ...]) -> Page:
+    """The page of failure `name` from the text of its file: TOML between two lines `+++`, then Markdown."""
+    _, head, text = source.split(f"{FENCE}\n", 2)
+    told = tomllib.loads(head)
+    signatures = tuple(Signature(**table) for table in told.get("signatures", ()))
+    return Page(name, told["title"], told["seen_with"], signatures, text.strip() + "\n", told.get("notebook", ""), labs)

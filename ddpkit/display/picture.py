@@ -16,7 +16,7 @@ PAPER = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none",
 
 
 class Picture:
-    """The figure: a PNG with alternative text in a notebook. `figure` is matplotlib's own, `save(path)` writes it."""
+    """The figure: a PNG with alternative text in a notebook. `figure` is matplotlib's own, with its `savefig`."""
 
     def __init__(self, figure: Any, alt: str) -> None:
         self.figure = figure
@@ -34,10 +34,6 @@ class Picture:
         picture = io.BytesIO()
         self.figure.savefig(picture, format="png", dpi=dpi)
         return picture.getvalue()
-
-    def save(self, path: Any) -> None:
-        """Write the figure to `path`; its ending says in which format."""
-        self.figure.savefig(path, dpi=2 * DPI, metadata={"Title": self.alt})
 
 
 def new_figure(asked: str, height: float) -> Any:

@@ -36,7 +36,7 @@ def driver_version() -> str:
     if nvml is None:
         return ""
     cuda = nvml.nvmlSystemGetCudaDriverVersion()
-    return f"{_text(nvml.nvmlSystemGetDriverVersion())}, serves CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
+    return f"{nvml.nvmlSystemGetDriverVersion()}, serves CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
 
 
 def driver_problem() -> str:
@@ -51,29 +51,6 @@ def driver_problem() -> str:
     return ""
 
 
-def links() -> str:
-    """`6 pairs by NVLink`: how many pairs of GPUs are joined by what."""
-    nvml = _driver()
-    if nvml is None:
-        return "not known"
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    kinds = [_link(nvml, a, b) for i, a in enumerate(handles) for b in handles[:i]]
-    return ", ".join(f"{kinds.count(kind)} pairs by {kind}" for kind in dict.fromkeys(kinds))
-
-
-def _link(nvml: Any, one: Any, other: Any) -> str:
-    with contextlib.suppress(Exception):
-        status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        if status == nvml.NVML_P2P_STATUS_OK:
-            return "NVLink"
-    with contextlib.suppress(Exception):
-        level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
-        if level <= nvml.NVML_TOPOLOGY_MULTIPLE:
-            return "PCIe switches"
-        return "a host bridge" if level == nvml.NVML_TOPOLOGY_HOSTBRIDGE else "several host bridges (slow)"
-    return "a path that the driver does not tell"
-
-
 def all_gpus() -> list[Gpu]:
     """Every GPU the driver knows, in its order; empty without a driver."""
     nvml = _driver()
@@ -82,7 +59,7 @@ def all_gpus() -> list[Gpu]:
     found = []
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        found.append(Gpu(index, _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))))
+        found.append(Gpu(index, nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)))
     return found
 
 
@@ -146,7 +123,3 @@ def device_busy(pids: Sequence[int]) -> dict[int, float]:
 def most_ranks() -> int:
     """The most ranks that make sense here: four a core, and at least 16."""
     return max(16, 4 * (os.cpu_count() or 1))
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,4 +1,4 @@
-"""What `ddpkit doctor` asks of torch and of the driver: build, backends, GPUs and what joins them."""
+"""What `ddpkit doctor` asks of torch and of the driver: build, backends, GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .checks import Check
-from .devices import all_gpus, driver_problem, driver_version, links
+from .devices import all_gpus, driver_problem, driver_version
 
 PROBE_S = 120
 
@@ -46,7 +46,7 @@ def torch_build(told: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def gpus(told: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Check]:
-    """The GPUs that the driver knows, the GPUs that torch can use, and what joins them."""
+    """The GPUs that the driver knows, and the GPUs that torch can use."""
     known = all_gpus()
     seen = told.get("gpus", {"names": [], "error": "", "capabilities": []})
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -72,8 +72,6 @@ def gpus(told: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Ch
     else:
         yield Check("GPUs", found)
     yield from _architectures(told, seen)
-    if len(known) > 1:
-        yield Check("links", links())
 
 
 def _architectures(told: Mapping[str, Any], seen: Mapping[str, Any]) -> Iterator[Check]:

@@ -123,13 +123,6 @@ class Reading:
         self.faults: list[str] = []
         self.unread: set[str] = set()
 
-    def mapping(self, given: Any) -> None:
-        """Read keys with values, in sections or without."""
-        if not isinstance(given, Mapping):
-            self.faults.append(f"a configuration is keys with values, and this is a {type(given).__name__}")
-        else:
-            self._entries(given, "")
-
     def file(self, path: Path) -> None:
         """Read a YAML file."""
         try:
@@ -146,7 +139,8 @@ class Reading:
         else:
             self.values[key.name] = found
 
-    def _entries(self, given: Mapping[Any, Any], section: str) -> None:
+    def mapping(self, given: Mapping[Any, Any], section: str = "") -> None:
+        """Read keys with values, in sections or without; or those of one `section`."""
         for name, value in given.items():
             said = f"{section}.{name}" if section else str(name)
             if isinstance(value, Mapping):
@@ -162,7 +156,7 @@ class Reading:
 
     def _section(self, name: str, value: Mapping[Any, Any], said: str) -> None:
         if name in self.sections:
-            self._entries(value, name)
+            self.mapping(value, name)
         elif name in self.keys:
             self.faults.append(f"{self.keys[name].path} takes {KINDS[self.keys[name].kind]}, and a section is given")
         else:
