@@ -41,11 +41,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """From `kind:rank:step`.
-
-        Raises:
-            ValueError: `text` does not have that form.
-        """
+        """From `kind:rank:step`."""
         kind, _, rest = text.partition(":")
         rank, _, step = rest.partition(":")
         if kind not in KINDS or not rank.isdigit() or not step.isdigit():

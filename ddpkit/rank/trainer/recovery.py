@@ -44,9 +44,6 @@ class Recovery:
 
         Args:
             not_finite: by rank, how many of its losses were not finite since the last call.
-
-        Raises:
-            TooManyErrors: on every rank.
         """
         self._spoilt += max(not_finite.values(), default=0)
         # fp16 finds its scale by steps that overflow: those are no errors if the losses are finite.
