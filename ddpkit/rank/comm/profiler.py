@@ -99,8 +99,8 @@ class CommProfiler:
           `exposed_ms`, the part of it after the last bucket is ready, which backward waits for; `hidden_share`, the share
           before that; `sync_ms`, the wait of forward for rank 0's buffers.
         - `buckets`: each `bucket`, `bytes`, `ready_ms` and `back_ms` since backward began, `ms` between them.
-        - `collectives`: each `name`, `count`, `bytes` that this rank put in; None if torch records no collectives. How long
-          each took is in a trace by torch's own profiler.
+        - `collectives`: each `name`, `count`, `bytes` that this rank put in; None if torch records none. How long each took
+          is in a trace by torch's own profiler.
         - `ranks`, after the block: each `rank`, `waited_ms` for the last rank of a step, `last_share` of the passes in
           which this rank was last; `straggler`: the rank that is usually last, or None.
         """

@@ -34,8 +34,9 @@ _armed = False
 
 
 def memory_budget(mib: float | None) -> Budget:
-    """Limit the tensors of this rank to `mib` MiB (of 2**20 bytes) from here on, on its GPU if the backend is NCCL, otherwise
-    on the CPU; those that exist already count.
+    """Limit the tensors of this rank to `mib` MiB (of 2**20 bytes) from here on; those that exist already count.
+
+    Those on its GPU if the backend is NCCL, otherwise those on the CPU.
 
     What Python and torch themselves need does not count, so a budget means the same on every machine. An allocation that
     does not fit fails as on a full machine: on the CPU with `RuntimeError: ... DefaultCPUAllocator: can't allocate memory`,

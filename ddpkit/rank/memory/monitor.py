@@ -103,9 +103,10 @@ class MemoryMonitor:
         return {**_rounded(found), "limit": limit, "steps": self._steps, "device": device}
 
     def snapshot(self) -> Path | None:
-        """Write down what is in the memory, in this rank's own folder of the run (outside a ddpkit job in the working directory),
-        and log where: on the CPU as JSON, on a GPU as a pickle that https://pytorch.org/memory_viz draws. None if that failed,
-        which is logged too."""
+        """Write down what is in the memory, and log where: on the CPU as JSON, on a GPU as a pickle that
+        https://pytorch.org/memory_viz draws. None if that failed, which is logged too.
+
+        The file lies in this rank's own folder of the run, outside a ddpkit job in the working directory."""
         name = f"memory_rank_{os.environ.get('RANK', '0')}_step_{self._steps}"
         try:
             folder = failure.own_folder() or Path.cwd()
