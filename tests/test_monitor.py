@@ -85,7 +85,7 @@ def check_snapshot(found: dict[str, Any]) -> None:
 
 
 ALONE = """
-import logging, pathlib, sys, time
+import logging, os, pathlib, sys, time
 import torch
 from torch import nn
 from ddpkit.rank import MemoryMonitor
@@ -110,12 +110,16 @@ print("grew", 39 < after["peak_rss_mib"] - before["rss_mib"] < 60, after["rss_mi
 print("limit", after["limit"], after["limit_mib"] > 100)
 print("path", path.read_text())
 
-pathlib.Path("taken").write_text("a file")
+here = os.getcwd()
+os.mkdir("gone")
+os.chdir("gone")
+os.rmdir(f"{here}/gone")
 try:
-    with MemoryMonitor(folder="taken"):
+    with MemoryMonitor():
         raise MemoryError("the one that counts")
 except MemoryError as error:
     print("raised", error)
+os.chdir(here)
 try:
     with MemoryMonitor():
         raise ValueError("out of memory")
@@ -142,7 +146,7 @@ def test_it_works_in_one_process_without_a_job(tmp_path: Path) -> None:
     assert found["largest"][0]["shape"] == [512, 512] and found["tensors_mib"] < 10
     assert [each["parameter"] for each in found["largest"]].count(True) == 1
     assert said["raised"] == "the one that counts"
-    assert "memory: the snapshot could not be written: FileExistsError" in done.stderr
+    assert "memory: the snapshot could not be written: FileNotFoundError" in done.stderr
     assert said["files"] == "['memory_rank_0_step_7.json']"
     # A hundredth of a step of 10 ms, on a machine that is busy too.
     assert float(said["us"]) < 100

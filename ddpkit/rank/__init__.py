@@ -1,6 +1,8 @@
 """What a training script may use inside a rank, from `setup` to a whole `Trainer`. What is not named here works without being
 called."""
 
+# ruff: noqa: F401 - the imports for types are there for editors; at run time `__getattr__` makes them.
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -24,62 +26,45 @@ if TYPE_CHECKING:
     from .training import train
 
 _HOMES = {
-    "joining.process_group": ("setup", "Here"),
-    "logs": ("log_to",),
-    "reports": ("report",),
-    "memory.budget": ("memory_budget", "Budget", "is_out_of_memory"),
-    "memory.monitor": ("MemoryMonitor",),
-    "loading.loader": ("safe_loader", "SafeLoader", "WorkerDied", "WorkerTimedOut", "UnevenData"),
-    "guarding.guard": ("check_steps", "check_replicas", "all_finite", "unused_parameters"),
-    "guarding.deadline": ("Deadline",),
-    "saving.checkpoint": ("Checkpoints",),
-    "saving.weights": ("load_weights",),
-    "comm.profiler": ("CommProfiler",),
-    "trainer.example": ("SmallTransformer", "SyntheticTokens"),
-    "trainer.loop": ("Trainer", "Outcome"),
-    "training": ("train",),
-    "ddpkit.settings.training": ("TrainConfig", "ConfigError", "validate_config"),
+    "Budget": "memory.budget",
+    "Checkpoints": "saving.checkpoint",
+    "CommProfiler": "comm.profiler",
+    "ConfigError": "ddpkit.settings.training",
+    "Deadline": "guarding.deadline",
+    "Here": "joining.process_group",
+    "MemoryMonitor": "memory.monitor",
+    "Outcome": "trainer.loop",
+    "SafeLoader": "loading.loader",
+    "SmallTransformer": "trainer.example",
+    "SyntheticTokens": "trainer.example",
+    "TrainConfig": "ddpkit.settings.training",
+    "Trainer": "trainer.loop",
+    "UnevenData": "loading.loader",
+    "WorkerDied": "loading.loader",
+    "WorkerTimedOut": "loading.loader",
+    "all_finite": "guarding.guard",
+    "check_replicas": "guarding.guard",
+    "check_steps": "guarding.guard",
+    "is_out_of_memory": "memory.budget",
+    "load_weights": "saving.weights",
+    "log_to": "logs",
+    "memory_budget": "memory.budget",
+    "report": "reports",
+    "safe_loader": "loading.loader",
+    "setup": "joining.process_group",
+    "train": "training",
+    "unused_parameters": "guarding.guard",
+    "validate_config": "ddpkit.settings.training",
 }
-
-__all__ = [
-    "Budget",
-    "Checkpoints",
-    "CommProfiler",
-    "ConfigError",
-    "Deadline",
-    "Here",
-    "MemoryMonitor",
-    "Outcome",
-    "SafeLoader",
-    "SmallTransformer",
-    "SyntheticTokens",
-    "TrainConfig",
-    "Trainer",
-    "UnevenData",
-    "WorkerDied",
-    "WorkerTimedOut",
-    "all_finite",
-    "check_replicas",
-    "check_steps",
-    "is_out_of_memory",
-    "load_weights",
-    "log_to",
-    "memory_budget",
-    "report",
-    "safe_loader",
-    "setup",
-    "train",
-    "unused_parameters",
-    "validate_config",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
+    if name not in _HOMES:
         raise AttributeError(f"module 'ddpkit.rank' has no attribute {name!r}; it offers {', '.join(__all__)}")
     from importlib import import_module
 
+    home = _HOMES[name]
     value = getattr(import_module(home if home.startswith("ddpkit.") else f".{home}", __name__), name)
     globals()[name] = value
     return value

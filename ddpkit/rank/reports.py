@@ -39,8 +39,4 @@ def _as_json(value: Any) -> Any:
     """Tensors and arrays have `tolist`, so torch need not be imported."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    if isinstance(value, set | frozenset | range):
-        return list(value)
-    if hasattr(value, "__fspath__"):
-        return str(value)
     raise TypeError(f"{type(value).__name__} is not JSON")

@@ -30,12 +30,7 @@ ADVICE = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the six steps and return 0.
-
-    Raises:
-        Exception: what a step has raised; a line on stderr names the step and where to look.
-        RuntimeError: the ranks' ids did not add up.
-    """
+    """Run the six steps and return 0; what a step raises comes through, and a line on stderr names the step."""
     parser = argparse.ArgumentParser(prog="python -m ddpkit.rank.smoke", description="A minimal communication test.")
     parser.add_argument("--backend", help="gloo or nccl; by default nccl where every rank has a GPU of its own")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for the other ranks")

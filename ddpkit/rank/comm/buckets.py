@@ -147,11 +147,7 @@ class Tap:
         self._size = self._group.size()
 
     def average(self, bucket: Any) -> Any:
-        """A future of the bucket's average over the ranks, bit for bit what DDP computes without a hook.
-
-        Raises:
-            RuntimeError: `Join` asks for an average over the ranks that still have data; a hook cannot know those.
-        """
+        """A future of the bucket's average over the ranks, bit for bit what DDP computes without a hook."""
         self._refuse_join()
         watch, tensor = self.watch, bucket.buffer()
         slot = watch.ready(bucket, _bytes(tensor)) if watch else None
@@ -166,6 +162,7 @@ class Tap:
         return self._group.allreduce([tensor]).get_future().then(back)
 
     def _refuse_join(self) -> None:
+        """`Join` may ask for an average over the ranks that still have data; a hook cannot know those."""
         model = self._model()
         if model is not None and model._join_config.enable and not model._divide_by_initial_world_size:
             raise RuntimeError(

@@ -139,27 +139,19 @@ def _headline(stats: Mapping[str, Any]) -> str:
 def _buckets(stats: Mapping[str, Any]) -> str:
     rows = []
     for each in stats["buckets"]:
-        times = [_ms(each[name]) for name in ("ready_ms", "back_ms", "ms")]
-        rows.append((str(each["bucket"]), _mib(each["bytes"]), *times))
+        times = [f"{each[name]:.1f}" for name in ("ready_ms", "back_ms", "ms")]
+        rows.append((str(each["bucket"]), f"{each['bytes'] / MIB:.2f}", *times))
     return _aligned(("bucket", "MiB", "ready at ms", "back at ms", "took ms"), rows)
 
 
 def _collectives(stats: Mapping[str, Any]) -> str:
-    rows = [(c["name"], str(c["count"]), _mib(c["bytes"]), _ms(c["ms"])) for c in stats["collectives"] or ()]
-    return _aligned(("collective", "count", "MiB", "ms"), rows)
+    rows = [(c["name"], str(c["count"]), f"{c['bytes'] / MIB:.2f}") for c in stats["collectives"] or ()]
+    return _aligned(("collective", "count", "MiB"), rows)
 
 
 def _by_rank(stats: Mapping[str, Any]) -> str:
-    rows = [(str(r["rank"]), _ms(r["waited_ms"]), f"{r['last_share']:.0%}") for r in stats["ranks"]]
+    rows = [(str(r["rank"]), f"{r['waited_ms']:.1f}", f"{r['last_share']:.0%}") for r in stats["ranks"]]
     return "\n".join(filter(None, [_aligned(("rank", "waits ms", "comes last in"), rows), _verdict(stats)]))
-
-
-def _mib(size: int | None) -> str:
-    return "-" if size is None else f"{size / MIB:.2f}"
-
-
-def _ms(ms: float | None) -> str:
-    return "-" if ms is None else f"{ms:.1f}"
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 from ddpkit.rank.joining.process_group import Here
 from ddpkit.rank.joining.words import in_words
 from ddpkit.recorder import failure
+
+from .guard import BlamesRanks
 
 PHASES = ("data", "forward", "backward", "optimizer")
 # How long a rank waits for the others' positions, and for those at fault to end first.
@@ -23,12 +24,8 @@ ANSWER_S, AFTER_YOU_S = 5.0, 3.0
 logger = logging.getLogger("ddpkit.rank")
 
 
-class StepDeadline(RuntimeError):
+class StepDeadline(BlamesRanks):
     """A step took longer than it may; `at_fault` are the ranks that hold it up."""
-
-    def __init__(self, message: str, at_fault: Sequence[int]) -> None:
-        super().__init__(message)
-        self.at_fault = tuple(at_fault)
 
 
 @dataclass(frozen=True)

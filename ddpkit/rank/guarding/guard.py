@@ -20,12 +20,16 @@ class StepsDiffer(RuntimeError):
     """The ranks are about to take different numbers of steps."""
 
 
-class ReplicasDiffer(RuntimeError):
-    """The ranks hold different parameters or buffers; `at_fault` are those that differ from most, () of two ranks."""
+class BlamesRanks(RuntimeError):
+    """An error because of the ranks `at_fault`; () where it is not known which."""
 
     def __init__(self, message: str, at_fault: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.at_fault = tuple(at_fault)
+
+
+class ReplicasDiffer(BlamesRanks):
+    """The ranks hold different parameters or buffers; `at_fault` are those that differ from most, () of two ranks."""
 
 
 def check_steps(steps: int, what: str = "steps") -> None:

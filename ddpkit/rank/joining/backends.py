@@ -51,22 +51,14 @@ def own_facts(here: Place, asked: str | None, fallback: bool) -> Facts:
 
 
 def check_asked(asked: str | None) -> None:
-    """Refuse an unknown backend.
-
-    Raises:
-        ValueError: it is neither gloo, nccl nor one that the program registered with torch.
-    """
+    """Refuse a backend that is neither gloo, nccl nor one that the program registered with torch."""
     others = [name.lower() for name in dist.Backend._plugins if name.lower() != "fake"]
     if asked is not None and asked not in (*BACKENDS, *others):
         raise ValueError(f'setup: backend "{asked}" is not one of {", ".join([*BACKENDS, *others])}.')
 
 
 def decide(roll: Sequence[Facts]) -> Choice:
-    """The backend of all ranks: the one asked for, else NCCL if every rank has its own GPU, else gloo.
-
-    Raises:
-        ValueError: the ranks ask for different backends, or for an NCCL that is impossible without `fallback` on every rank.
-    """
+    """The backend of all ranks: the one asked for, else NCCL if every rank has its own GPU, else gloo."""
     if len({facts.backend for facts in roll}) > 1:
         all_asked = _each(roll, "backend")
         raise ValueError(

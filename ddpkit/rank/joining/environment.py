@@ -39,11 +39,7 @@ class Place:
 
 
 def place() -> Place:
-    """Read and check torchrun's variables.
-
-    Raises:
-        ValueError: one is missing while others are set, is not an integer, or does not fit another.
-    """
+    """Read and check torchrun's variables."""
     env = os.environ
     if not env.get("RANK") and not env.get("WORLD_SIZE"):
         return Place(local_rank=_integer("LOCAL_RANK", "0"))
@@ -93,11 +89,7 @@ def _check_range(name: str, value: int, size_name: str, size: int) -> None:
 
 
 def timeout_s(asked: float | None) -> float | None:
-    """Seconds after which a collective fails: `asked`, else $TORCH_DIST_TIMEOUT, else None for torch's own default.
-
-    Raises:
-        ValueError: it is not a number of seconds above 0.
-    """
+    """Seconds after which a collective fails: `asked`, else $TORCH_DIST_TIMEOUT, else None for torch's own default."""
     text = os.environ.get(ENV_TIMEOUT)
     if asked is None and not text:
         return None

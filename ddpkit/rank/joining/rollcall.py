@@ -62,19 +62,13 @@ class RollCall:
         self._by, self._read = f"{own.pid} on {own.host}", ""
 
     def meet(self) -> tuple[tuple[Facts, ...], str]:
-        """Say the own facts, and wait until every rank has read the same: the facts by rank, and a name for this meeting.
-
-        Raises:
-            ValueError: two processes are the same rank, or ranks were told different numbers of ranks.
-            RuntimeError: a rank's setup has failed; its sentence is in the message.
-            DistStoreError: a rank did not come within the timeout.
-        """
+        """Say the own facts, and wait until every rank has read the same: the facts by rank, and a name for this meeting."""
         self._store.set(f"/rank//{self._own.rank}", self._text)
         self._store.set("/size", json.dumps({"at": time.time(), "rank": self._own.rank, "size": self._own.world_size}))
         return self._wait(self._met, self._absent)
 
     def exchange(self, name: str, text: str) -> list[str]:
-        """The `text` of every rank, by rank. Call it once per `name`, after `meet`; raises what `meet` raises."""
+        """The `text` of every rank, by rank. Call it once per `name`, after `meet`."""
         keys = self._keys(f"{self._read}/{name}")
         self._store.set(keys[self._own.rank], text)
         return self._wait(

@@ -21,11 +21,7 @@ _LOG = logging.getLogger("ddpkit.rank")
 
 
 def open_store(here: Place, timeout_s: float) -> dist.Store:
-    """The job's store: torchrun's; rank 0's own if nobody else hosts one; for a single process, one in its memory.
-
-    Raises:
-        DistNetworkError: the host has no address, the port is taken, or nobody answers there within `timeout_s`.
-    """
+    """The job's store: torchrun's; rank 0's own if nobody else hosts one; for a single process, one in its memory."""
     if here.alone:
         return dist.HashStore()
     _find_host(here, min(PATIENCE_S, timeout_s))

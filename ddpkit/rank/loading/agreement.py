@@ -24,9 +24,6 @@ def agree(batches: int, epoch: int, batch: int, seed: int, halvings: int) -> int
     """Compare with the other ranks how many batches a pass has, where it begins, and its seed; one all-gather.
 
     Returns the most that any rank has halved its workers.
-
-    Raises:
-        UnevenData: on every rank, with what each has.
     """
     rows = [row.tolist() for row in gathered(torch.tensor([batches, epoch, batch, seed, halvings], dtype=torch.int64))]
     _check_alike([f"{row[0]} batches" for row in rows], _UNEVEN)

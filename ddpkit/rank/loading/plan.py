@@ -20,11 +20,7 @@ MOST_WORKERS = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments of `safe_loader`, with its defaults filled in.
-
-    Raises:
-        ValueError: one of them cannot be.
-    """
+    """The arguments of `safe_loader`, with its defaults filled in."""
 
     dataset: Any
     sampler: Any
@@ -63,11 +59,7 @@ class Plan:
 def sampler_for(
     dataset: Any, here: Here, shuffle: bool | None, even: bool, sampler: Any, seed: int, drop_last: bool
 ) -> Any:
-    """This rank's indices, as `safe_loader` describes them.
-
-    Raises:
-        ValueError: two of these arguments exclude each other, or the dataset cannot be divided.
-    """
+    """This rank's indices, as `safe_loader` describes them."""
     if isinstance(dataset, IterableDataset):
         raise ValueError(
             "safe_loader: an IterableDataset given; its samples have no numbers by which ranks could share them. "

@@ -112,18 +112,14 @@ class WatchedLoader(DataLoader[Any]):
         self.at = at
         if kwargs.get("multiprocessing_context") == "forkserver":
             preload_torch()
-        self._watched: WatchedIterator | None = None
 
     def _get_iterator(self) -> Any:
-        if not self.num_workers:
-            return super()._get_iterator()
-        self._watched = WatchedIterator(self)
-        return self._watched
+        return WatchedIterator(self) if self.num_workers else super()._get_iterator()
 
     def end(self, kindly: bool) -> None:
         """End the workers and wait until they are gone; see `WatchedIterator.end`."""
-        if self._watched is not None:
-            self._watched.end(kindly)
+        if isinstance(self._iterator, WatchedIterator):
+            self._iterator.end(kindly)
 
 
 class WatchedIterator(_MultiProcessingDataLoaderIter):

@@ -33,8 +33,10 @@ _budget: Budget | None = None
 _armed = False
 
 
-def memory_budget(mib: float | None, device: torch.device | None = None) -> Budget:
+def memory_budget(mib: float | None) -> Budget:
     """Limit the tensors of this rank to `mib` MiB (of 2**20 bytes) from here on; those that exist already count.
+
+    Those on its GPU if the backend is NCCL, otherwise those on the CPU.
 
     What Python and torch themselves need does not count, so a budget means the same on every machine. An allocation that
     does not fit fails as on a full machine: on the CPU with `RuntimeError: ... DefaultCPUAllocator: can't allocate memory`,
@@ -43,7 +45,6 @@ def memory_budget(mib: float | None, device: torch.device | None = None) -> Budg
 
     Args:
         mib: the budget; None sets no limit, and still records what fills the memory. A later call replaces an earlier one.
-        device: the CPU or a GPU; by default this rank's GPU if the backend is NCCL, otherwise the CPU.
 
     On the CPU three things differ from a larger machine: a thread that starts later takes its stack from the budget (8 MiB
     as a rule); memory that is shared with DataLoader workers is not counted; a program started by `subprocess` inherits the
@@ -54,7 +55,7 @@ def memory_budget(mib: float | None, device: torch.device | None = None) -> Budg
         RuntimeError: this system cannot limit a process; on the CPU that needs Linux.
     """
     global _budget
-    where = device_or_default(device)
+    where = default_device()
     memory = GpuMemory(where) if where.type == "cuda" else CpuMemory()
     held_mib = memory.held_mib
     if mib is not None and mib <= held_mib:
@@ -145,10 +146,8 @@ def in_force() -> Budget | None:
     return _budget
 
 
-def device_or_default(device: torch.device | None) -> torch.device:
-    """`device`; by default this rank's GPU if the backend is NCCL, otherwise the CPU."""
-    if device is not None:
-        return torch.device(device)
+def default_device() -> torch.device:
+    """This rank's GPU if the backend is NCCL, otherwise the CPU."""
     on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 

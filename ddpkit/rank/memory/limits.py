@@ -9,7 +9,6 @@ import importlib
 import mmap
 import resource
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,7 @@ CLEAR_PEAK = "5"
 
 
 class CpuMemory:
-    """The memory of this process's tensors: those that exist now, and all that the process grows by.
-
-    Raises:
-        RuntimeError: this is not Linux.
-    """
+    """The memory of this process's tensors: those that exist now, and all that the process grows by."""
 
     def __init__(self) -> None:
         if sys.platform != "linux":
@@ -42,18 +37,14 @@ class CpuMemory:
         _warm_up()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        self.held_mib = _storage_bytes(o for o in gc.get_objects() if _is_on_cpu(o)) / MIB
+        self.held_mib = sum(size for size, _ in cpu_tensors().values()) / MIB
         self._floor_mib = status_mib()["RssAnon"] - self.held_mib
         self._soft: int | None = None
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text(CLEAR_PEAK)
 
     def limit(self, mib: float) -> None:
-        """Limit this process.
-
-        Raises:
-            RuntimeError: the system does not enforce the limit, or allows less.
-        """
+        """Limit this process, and see that the system enforces it."""
         self._soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         asked = int((status_mib()["VmData"] - self.held_mib + mib) * MIB)
         if hard != resource.RLIM_INFINITY and asked > hard:
@@ -102,11 +93,7 @@ class GpuMemory:
         torch.cuda.reset_peak_memory_stats(device)
 
     def limit(self, mib: float) -> None:
-        """Limit the allocator.
-
-        Raises:
-            ValueError: the GPU has less.
-        """
+        """Limit the allocator."""
         if mib > self._total_mib:
             raise ValueError(f"memory_budget: {mib:g} MiB asked for, but {self._device} has {self._total_mib:.0f} MiB.")
         torch.cuda.set_per_process_memory_fraction(mib / self._total_mib, self._device)
@@ -128,16 +115,17 @@ class GpuMemory:
         return torch.cuda.max_memory_reserved(self._device) / MIB
 
 
-def _is_on_cpu(thing: Any) -> bool:
-    """Whether it is a tensor with its own memory on the CPU. A sharded one has its part in another tensor."""
-    plain = type(thing) in (torch.Tensor, torch.nn.Parameter)
-    return plain and thing.device.type == "cpu" and thing.layout == torch.strided
-
-
-def _storage_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the memory of `tensors`; memory that several share counts once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+def cpu_tensors() -> dict[int, tuple[int, Any]]:
+    """The living tensors on the CPU: by the address of each piece of memory its bytes, and a tensor that lies there."""
+    found: dict[int, tuple[int, Any]] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor):
+            # A tensor without its own memory, such as a sharded one, has no storage.
+            with contextlib.suppress(Exception):
+                storage = each.untyped_storage()
+                if each.device.type == "cpu" and (address := storage.data_ptr()) and address not in found:
+                    found[address] = (storage.nbytes(), each)
+    return found
 
 
 def _give_back_what_is_freed() -> None:

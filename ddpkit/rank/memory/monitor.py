@@ -39,7 +39,6 @@ class MemoryMonitor:
         limit_mib: in MiB of 2**20 bytes; by default the budget in force, else all of the GPU, else the memory of the machine
             or of its cgroup, divided by the ranks on this host.
         every: look at the memory in every so-many-th step.
-        folder: where snapshots go; by default this rank's own in the run folder, outside a ddpkit job the working directory.
         device: the CPU or a GPU; by default the current GPU if the backend is NCCL or CUDA is in use, otherwise the CPU.
 
     Raises:
@@ -50,7 +49,6 @@ class MemoryMonitor:
         self,
         limit_mib: float | None = None,
         every: int = 1,
-        folder: str | os.PathLike[str] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         if limit_mib is not None and limit_mib <= 0:
@@ -59,9 +57,9 @@ class MemoryMonitor:
             raise ValueError(f"MemoryMonitor: every={every} asked for; give a number of steps, 1 or more.")
         if device is None and torch.cuda.is_initialized():
             device = torch.device("cuda", torch.cuda.current_device())
-        self._device = budget.device_or_default(None if device is None else torch.device(device))
+        self._device = budget.default_device() if device is None else torch.device(device)
         self._on_gpu = self._device.type == "cuda"
-        self._limit_mib, self._every, self._folder = limit_mib, every, folder
+        self._limit_mib, self._every = limit_mib, every
         self._process = psutil.Process()
         self._marks = list(WARN_AT)
         self._steps = 0
@@ -106,11 +104,12 @@ class MemoryMonitor:
 
     def snapshot(self) -> Path | None:
         """Write down what is in the memory, and log where: on the CPU as JSON, on a GPU as a pickle that
-        https://pytorch.org/memory_viz draws. None if that failed, which is logged too."""
+        https://pytorch.org/memory_viz draws. None if that failed, which is logged too.
+
+        The file lies in this rank's own folder of the run, outside a ddpkit job in the working directory."""
         name = f"memory_rank_{os.environ.get('RANK', '0')}_step_{self._steps}"
         try:
-            folder = Path(self._folder) if self._folder is not None else failure.own_folder() or Path.cwd()
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = failure.own_folder() or Path.cwd()
             if self._on_gpu:
                 path = snapshot.of_gpu(folder / name)
             else:

@@ -7,7 +7,6 @@ C++ and cannot be listed: it is the difference between the memory in use and the
 from __future__ import annotations
 
 import contextlib
-import gc
 import heapq
 import resource
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import torch
 from ddpkit.runfolder import wire
 
 from .contents import Contents
-from .limits import MIB
+from .limits import MIB, cpu_tensors
 
 MOST_TENSORS = 20
 
@@ -57,18 +56,11 @@ def _room() -> Iterator[None]:
 
 def _tensors() -> tuple[list[dict[str, Any]], float]:
     """The largest living tensors, each piece of memory once, and the MiB of all of them."""
-    sizes: dict[int, tuple[int, Any]] = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor):
-            # A tensor without its own memory, such as a sharded one, has no storage.
-            with contextlib.suppress(Exception):
-                storage = each.untyped_storage()
-                if each.device.type == "cpu" and (address := storage.data_ptr()) and address not in sizes:
-                    sizes[address] = (storage.nbytes(), each)
-    largest = heapq.nlargest(MOST_TENSORS, sizes.values(), key=lambda found: found[0])
+    found = cpu_tensors().values()
+    largest = heapq.nlargest(MOST_TENSORS, found, key=lambda each: each[0])
     rows = [
         {"mib": round(size / MIB, 3), "shape": list(each.shape), "dtype": str(each.dtype).removeprefix("torch.")}
         | {"parameter": issubclass(type(each), torch.nn.Parameter)}
         for size, each in largest
     ]
-    return rows, sum(size for size, _ in sizes.values()) / MIB
+    return rows, sum(size for size, _ in found) / MIB

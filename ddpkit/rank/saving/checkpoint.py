@@ -169,11 +169,7 @@ class Checkpoints:
 
 
 def checked(folder: Path) -> dict[str, Any]:
-    """The contents of `complete.json` in `folder`, after a check of each file.
-
-    Raises:
-        CheckpointError: a file is missing, shorter than it was, or changed.
-    """
+    """The contents of `complete.json` in `folder`, after a check of each file."""
     try:
         manifest: dict[str, Any] = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
         files: dict[str, Any] = manifest["files"]

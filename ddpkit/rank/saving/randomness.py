@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
-import sys
 from typing import Any
 
+import numpy as np
 import torch
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of Python's, NumPy's (if it is imported) and torch's generators, and of the GPU `device`."""
+    """The states of Python's, NumPy's and torch's generators, and of the GPU `device`."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
+    numpy_state: Any = np.random.get_state()
+    kind, keys, *rest = numpy_state
+    states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
@@ -25,19 +25,14 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        import numpy as np
-
-        kind, keys, *rest = states["numpy"]
-        np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators."""
-    import numpy as np
-
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

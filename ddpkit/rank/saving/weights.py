@@ -59,13 +59,9 @@ def _without_prefixes(weights: dict[str, Any], wanted: set[str]) -> dict[str, An
 
 def _bare(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside DDP's and torch.compile's wrappers."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        else:
-            return model
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+    return model
 
 
 def _read(file: Path, trust: bool) -> dict[str, Any]:

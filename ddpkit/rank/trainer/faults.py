@@ -41,11 +41,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """From `kind:rank:step`.
-
-        Raises:
-            ValueError: `text` does not have that form.
-        """
+        """From `kind:rank:step`."""
         kind, _, rest = text.partition(":")
         rank, _, step = rest.partition(":")
         if kind not in KINDS or not rank.isdigit() or not step.isdigit():
@@ -61,17 +57,15 @@ def inject(fault: Fault, trainer: Trainer) -> None:
         indices, size = _uneven(trainer, fault), trainer.config.batch_size
         trainer.loader = safe_loader(trainer.dataset, size, here=trainer.here, sampler=indices, num_workers=0)
     elif fault.rank == trainer.here.rank:
-        struck = False
 
         def strike(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-            nonlocal struck
-            due = trainer.step >= fault.step if fault.kind == "slow" else trainer.step == fault.step and not struck
-            if not due or not module.training:
+            if trainer.step < fault.step or not module.training:
                 return output
-            struck = True
+            if fault.kind != "slow":
+                hook.remove()
             return _strike(fault.kind, trainer, output)
 
-        trainer.spread.bare.register_forward_hook(strike)
+        hook = trainer.spread.bare.register_forward_hook(strike)
 
 
 def _strike(kind: str, trainer: Trainer, output: Any) -> Any:

@@ -6,11 +6,12 @@ ends the job at once, and the job goes on from its last checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
+from ddpkit.rank.guarding.guard import BlamesRanks
 from ddpkit.rank.joining.process_group import Here
 from ddpkit.rank.joining.words import in_words
 from ddpkit.rank.memory.budget import is_out_of_memory
@@ -19,12 +20,8 @@ from ddpkit.settings.training import TrainConfig
 from .optimization import Optimization
 
 
-class TooManyErrors(RuntimeError):
+class TooManyErrors(BlamesRanks):
     """More steps of an epoch were skipped than `max_errors_per_epoch` allows, because of the losses of ranks `at_fault`."""
-
-    def __init__(self, message: str, at_fault: Sequence[int]) -> None:
-        super().__init__(message)
-        self.at_fault = tuple(at_fault)
 
 
 class Recovery:
@@ -44,9 +41,6 @@ class Recovery:
 
         Args:
             not_finite: by rank, how many of its losses were not finite since the last call.
-
-        Raises:
-            TooManyErrors: on every rank.
         """
         self._spoilt += max(not_finite.values(), default=0)
         # fp16 finds its scale by steps that overflow: those are no errors if the losses are finite.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 from ddpkit.rank.joining.process_group import Here
@@ -25,12 +24,8 @@ class Saves:
     ) -> None:
         self._config, self._spread, self._optimization = config, spread, optimization
         self._checkpoints = Checkpoints(config.checkpoint_dir, here, config.keep_checkpoints)
+        self.folder = self._checkpoints.folder
         self._saved = -1
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the checkpoints."""
-        return self._checkpoints.folder
 
     def save(self, step: int, told: dict[str, Any], own: dict[str, Any]) -> None:
         """Save model, optimizer, schedule and scale with `told`, and each rank's `own`; nothing if this step is saved."""
@@ -54,11 +49,7 @@ class Saves:
         return self._checkpoints.newest()
 
     def load(self, found: Found) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Load what `save` saved, random states too; return `told` and this rank's `own`.
-
-        Raises:
-            CheckpointError: it is one of another training.
-        """
+        """Load what `save` saved, random states too; return `told` and this rank's `own`."""
         shared, own = self._checkpoints.load(found)
         if different := self._config.changes_training(shared["config"]):
             raise CheckpointError(
