@@ -67,7 +67,7 @@ def asked_amiss(now: Scene) -> Finding | None:
         return Finding(odd, "asked amiss", "init_elsewhere", now, detail=said)
     if not numbers and not sizes:
         return None
-    what = "under another rank's number" if numbers else f"for another world size than torchrun's {now.size}"
+    what = "with another rank's number" if numbers else f"with a world size other than torchrun's {now.size}"
     return Finding(tuple(numbers or sizes), "asked amiss", "init_waiting", now, detail=what)
 
 

@@ -44,7 +44,7 @@ def by_groups(now: Scene, inside: set[int]) -> Finding | None:
         own, said = True, []
         for number, ranks in named.items():
             own = own and ranks is not None and number in ranks
-            said.append(f"rank {number} named {'no further one' if ranks is None else list(ranks) or 'all'}")
+            said.append(f"rank {number} named {'no further group' if ranks is None else list(ranks) or 'all'}")
         odd = () if own else minority(named)
         kind = "never_joined" if odd and set(map(named.get, odd)) == {None} else "mismatch"
         return Finding(odd, "groups", kind, now, detail="; ".join(said)) if odd or None not in asked else None

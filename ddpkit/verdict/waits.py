@@ -20,10 +20,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Scene:
-    """Where every rank is at one moment, and the calls that it had made by then.
-
-    `at_ns` is when the first wait was given up; None means as the ranks were found when nothing moved.
-    """
+    """Where every rank is, and the calls it had made: at `at_ns`, the first wait given up, or when nothing moved (None)."""
 
     at: dict[int, Place]
     calls: dict[int, list[Collective]]

@@ -48,7 +48,7 @@ def sentence(found: Finding, ranks: Sequence[Rank], ending: Ending) -> str:
         said = said.replace(f". {begins}", f". {begins.capitalize()}")
     if not said.startswith("torchrun"):
         said = said[:1].upper() + said[1:]
-    return " ".join(filter(None, [said, _why_ended(ending)]))
+    return " ".join(filter(None, [said.rstrip(), _why_ended(ending)]))
 
 
 def _why_ended(ending: Ending) -> str:
@@ -202,7 +202,8 @@ def _joined(f: Facts) -> str:
 def _loop(f: Facts) -> str:
     now, loop = f.found.now, f.found.detail
     in_it = now is not None and loop in now.loops(f.found.calls[f.found.ranks[0]])
-    return f"{f.who} {'is still in' if in_it else 'has left'} the loop in line {loop.rpartition(':')[2]}."
+    said = _do(f.found.ranks, *(("is still in", "are still in") if in_it else ("has left", "have left")))
+    return f"{said} the loop in line {loop.rpartition(':')[2]}."
 
 
 def _call(f: Facts, number: int | None = None) -> str:
@@ -232,7 +233,8 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "told": _told,
     "told/unknown": lambda f: f"{_other_did(f)} Which rank failed is not recorded: the culprit cannot be told.",
     "left": lambda f: (
-        f"{f.who} left early with exit code 0{at(f.first.left_at)}; rank {f.other.rank} lost it{_at(f.other)}."
+        f"{f.who} left early with exit code 0{at(f.first.left_at)}; "
+        f"rank {f.other.rank} lost {'it' if len(f.found.ranks) == 1 else 'them'}{_at(f.other)}."
     ),
     "models differ": lambda f: f"the ranks built different models: {f.found.detail}. {_differs(f)}",
     "monitored barrier": lambda f: f"{f.who} never came to the barrier of rank {f.other.rank}{_at(f.other)}.",
