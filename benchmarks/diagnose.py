@@ -61,11 +61,11 @@ def errors(i: int, dice: random.Random) -> str:
 
 
 KINDS: dict[str, tuple[str, Callable[[int, random.Random], str]]] = {
-    "training": ("a training log, one line a step and rank", training),
+    "training": ("a training log, one line per step and rank", training),
     "bars": ("progress bars, one line of carriage returns", bars),
     "nccl": ("`NCCL_DEBUG=INFO`", nccl),
     "warnings": ("warnings that name errors", warnings),
-    "errors": ("errors that were dealt with, no two alike", errors),
+    "errors": ("handled errors, no two alike", errors),
 }
 
 

@@ -114,32 +114,32 @@ FIRST_LAUNCH = {WARM: {"DDPKIT_WARM": "1"}, COLD: {"DDPKIT_WARM": "0"}}
 
 ABOUT_WAYS = """\
 Seconds from the launching call in a cell of a Jupyter kernel to the earliest rank's first printed line (before its
-`import torch`), to the process group of every rank (gloo, after a first all_reduce), and to the call's return; and the
-CPU seconds of the whole machine. Each cell of a table is a median and, in brackets, the least and the most. The ways
-took turns, and their kernels had launched once before. accelerate's `notebook_launcher`, where it was measured, forks
-its ranks from a kernel that has imported torch."""
+`import torch`), until every rank's process group is up (gloo, after a first all_reduce), and until the call returns; and
+the CPU seconds of the whole machine. Each cell has the median and, in brackets, the minimum and the maximum. The methods
+took turns, and each kernel had launched once before. accelerate's `notebook_launcher`, if it was measured, forks its ranks
+from a kernel that has imported torch."""
 ABOUT_GROWTH = """\
 ## More ranks
 
-The same launches, cold (`warm=False`) beside warm, up to more ranks than the machine has cores."""
+The same launches, cold (`warm=False`) and warm, also with more ranks than the machine has cores."""
 ABOUT_FIRST = """\
 ## The first launch of a kernel
 
-Seconds from the call, made as soon as the kernel is there and without `%load_ext ddpkit` before it, in a fresh kernel
-each time: the warm process is started by this very call, and has to import torch first."""
+Seconds from the call, in a fresh kernel each time. The call is made as soon as the kernel is ready, without
+`%load_ext ddpkit`, so it starts the warm process itself, and that process must import torch first."""
 ABOUT_MEMORY = """\
 ## Memory
 
-What a process keeps for itself, by /proc: its private dirty pages, its private clean pages (of files that no other
-process has mapped), and the sum of both, which would be free again if it ended alone. The warm process has no job; the
-ranks are those of a job of 2 that has done one small DDP step."""
+A process's private memory, from /proc: its private dirty pages, its private clean pages (of files that no other process
+has mapped), and their sum, which would be freed if only this process ended. The warm process has no job; the ranks belong
+to a job of 2 that has done one small DDP step."""
 
 ABOUT_PRELOAD = """\
 ## What is preloaded
 
-Seconds and private dirty MiB that each import adds, in this order, in a fresh process. "At once" is what torchrun and every
-rank need, "later" what an ordinary DDP script imports on its way, once nobody asks for anything (DDP's constructor
-brings in `torch._dynamo`); the rest is left to the scripts that want it."""
+Seconds and private dirty MiB that each import adds, in this order, in a fresh process. "At once": torchrun and every rank
+need it. "Later": an ordinary DDP script imports it while it runs (DDP's constructor imports `torch._dynamo`); the warm
+process imports it when it is idle. "Not": scripts that need it import it themselves."""
 LEFT_OUT = ("torch.distributed.optim", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._inductor")
 IMPORTING = """
 import importlib, re, sys, time

@@ -231,25 +231,25 @@ def told(once: Cost, often: Cost, after: dict[int, list[float]], rounds: int) ->
 
 Measured by `benchmarks/watch.py` on {time.strftime("%Y-%m-%d")}: {os.cpu_count()} cores, {versions}.
 
-A training loop of small steps on 2 ranks that prints nothing, so that the watcher asks each rank for its collectives all
-the time. Second by second it is not watched, watched, not watched, and watched {OFTEN} times as often. CPU time is that of
-the thread in the kernel that watches and of the threads in the ranks that answer, which no other work on the machine
-disturbs. A step's time is that of each watched second against the mean of the two unwatched ones beside it: median and
-95 % confidence interval of {len(once.ratios)} and {len(often.ratios)} such pairs.
+A training loop of small steps on 2 ranks prints nothing, so the watcher asks each rank for its collectives all the time.
+In turn, each for one second, the loop is not watched, watched, not watched, and watched {OFTEN} times as often. CPU time is that
+of the kernel's thread that watches and of the ranks' threads that answer; other work on the machine does not affect it. A
+step's time is the ratio of a watched second to the mean of the unwatched seconds before and after it: median and 95 %
+confidence interval of {len(once.ratios)} and {len(often.ratios)} such pairs.
 
-| watched | looks a second | who watches, of a core | who answers, of a core | of all {os.cpu_count()} cores | a step's time |
+| watched | looks per second | watcher, of a core | ranks, of a core | both, of all {os.cpu_count()} cores | a step's time |
 |---|---|---|---|---|---|
 {rows}
 
-What one look costs follows from the second row: watching as ddpkit does lengthens a step by
+The cost of one look follows from the second row: watching as ddpkit does lengthens a step by
 **{(often.ratio[0] - 1) * part:.2%}** ({low:.2%} to {high:.2%}).
 
 ## From a hang to its verdict
 
-Rank 1 stops joining; {rounds} rounds. Seconds above `stall` ({STALL_S:g} s) from the last line of any rank to the verdict,
+Rank 1 stops joining; {rounds} rounds. Seconds beyond `stall` ({STALL_S:g} s) from the last line of any rank to the verdict,
 with every rank's stack and collectives.
 
-| ranks | seconds above `stall` |
+| ranks | seconds beyond `stall` |
 |---|---|
 {hangs}
 """

@@ -1,4 +1,4 @@
-"""The door of ddpkit: what a notebook uses, imported when first asked for, so that `import ddpkit` costs nothing."""
+"""The public names of ddpkit. Each is imported on first use, so that `import ddpkit` is fast."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Called by `%load_ext ddpkit`: brings the cell magic `%%torchrun`."""
+    """Register the cell magic `%%torchrun`; IPython calls this for `%load_ext ddpkit`."""
     from .launcher.magic import load_ipython_extension as load
 
     load(shell)

@@ -15,7 +15,9 @@ from .launcher.options import EXIT_CODES
 from .launcher.smoke_command import smoke
 from .launcher.train_command import CONTEXT, train
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Run torchrun jobs and hear the truth about them.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Run torchrun jobs, and find out why they fail or hang."
+)
 
 
 @app.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -26,18 +28,20 @@ def run(
         str, typer.Option("--nproc-per-node", "-n", help="Ranks to start: a number, cpu, gpu, auto.")
     ] = "2",
     backend: Annotated[str | None, typer.Option(help="gloo or nccl, for ddpkit.rank.setup().")] = None,
-    timeout: Annotated[float | None, typer.Option(help="End the job after so many seconds.")] = None,
-    stall: Annotated[float, typer.Option(help="Gather stacks after so many seconds of silence.")] = 10.0,
+    timeout: Annotated[float | None, typer.Option(help="End the job after this many seconds.")] = None,
+    stall: Annotated[
+        float, typer.Option(help="Collect the ranks' stacks after this many seconds without progress.")
+    ] = 10.0,
     stop_on_stall: Annotated[bool, typer.Option("--stop-on-stall", help="End the job at the first stall.")] = False,
-    max_restarts: Annotated[int, typer.Option(help="How often torchrun starts the ranks anew.")] = 0,
+    max_restarts: Annotated[int, typer.Option(help="How often torchrun restarts the ranks.")] = 0,
     module: Annotated[bool, typer.Option("--module", "-m", help="The target is a module.")] = False,
-    name: Annotated[str | None, typer.Option(help="What the run is called.")] = None,
-    warm: Annotated[bool, typer.Option(help="Fork the job from one process that imports torch.")] = True,
+    name: Annotated[str | None, typer.Option(help="The run's name.")] = None,
+    warm: Annotated[bool, typer.Option(help="Fork the job from a process that has already imported torch.")] = True,
     share_gpu: Annotated[
-        bool, typer.Option("--share-gpu", help="Let more NCCL ranks than GPUs share these, over sockets.")
+        bool, typer.Option("--share-gpu", help="Let several NCCL ranks share a GPU, over sockets.")
     ] = False,
 ) -> None:
-    """Start TARGET as a torchrun job on this machine, stream each rank's output, and say what happened.
+    """Start TARGET as a torchrun job on this machine, stream each rank's output, and report what happened.
 
     Exit code: 0 passed, 1 failed, 124 timed out or hung, 130 stopped, 2 not started.
     """
@@ -70,7 +74,7 @@ def diagnose(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,
 ) -> None:
-    """Name the failure in LOGS of any launcher: which rank, the line that says it, what only followed.
+    """Name the failure in LOGS of any launcher: which rank, which line shows it, which errors are consequences.
 
     Exit code: 0 healthy, 1 a failure, known or not, 2 nothing to read.
     """
@@ -84,7 +88,7 @@ def diagnose(
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False) -> None:
-    """Look over this machine before a job, line by line. Exit code: 0 nothing would break a job, 1 something would."""
+    """Check this machine before a job. Exit code: 0 nothing would break a job, 1 something would."""
     from .machine.examination import doctor as look
 
     report = look()
@@ -96,7 +100,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the lines
 def explain(
     name: Annotated[str | None, typer.Argument(help="A failure of the catalog; without it, the list of all.")] = None,
 ) -> None:
-    """Print the page of failure NAME: what it means, why it happens, what cures it. Exit code 2: no such failure."""
+    """Print the page on failure NAME: what it means, why it happens, how to fix it. Exit code 2: no such failure."""
     found = look_up(name)
     if not isinstance(found, Page):
         print(found)
@@ -112,7 +116,7 @@ def explain(
 
 @app.command()
 def start(number: Annotated[str, typer.Argument(help="The exercise's number, such as 02.")]) -> None:
-    """Copy an exercise into work/, where updates never touch it. An existing copy stays as it is."""
+    """Copy an exercise into work/, which updates never change. An existing copy is not overwritten."""
     from .course.student import start as copy_exercise
 
     print(copy_exercise(number))
@@ -120,14 +124,14 @@ def start(number: Annotated[str, typer.Argument(help="The exercise's number, suc
 
 @app.command()
 def progress() -> None:
-    """Say how far you are with the exercises, by what .ddpkit in this folder has kept."""
+    """Show your progress in the exercises, as recorded in this folder's .ddpkit."""
     from .course.exercises import progress as done
 
     print(done())
 
 
 def main() -> None:
-    """The console script: a bad request ends in one sentence on stderr and exit code 2."""
+    """The console script: a bad request prints one sentence to stderr and exits with code 2."""
     try:
         app()
     except (LaunchError, LogError, NoSuchPage) as error:

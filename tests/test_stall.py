@@ -253,7 +253,7 @@ dist.barrier()
     finally:
         group.rmdir()
     assert (run.state, run.culprit) == ("failed", 1)
-    assert "was killed by the kernel for want of memory" in run.verdict.sentence
+    assert "was killed by the kernel because memory ran out" in run.verdict.sentence
     assert run.diagnosis is not None and run.diagnosis.name == "killed"
 
 

@@ -81,9 +81,9 @@ def test_kills_from_outside_at_random_moments(home: Path) -> None:
         elif len(run.attempts) == 2:
             again.append(resumed_from(run))
     text = (
-        f"{KILLS} trainings on 2 ranks, one rank of each killed from outside (SIGKILL) at a random moment: {struck} were hit "
-        f"while they ran, {len(again)} had to start again, and went on after {_spread(again)} steps of 36. "
-        f"Wrong in the end: {len(wrong)}. Every parameter of the others is bit for bit that of the undisturbed training."
+        f"{KILLS} jobs on 2 ranks; in each, one rank was killed from outside (SIGKILL) at a random moment. {struck} were hit "
+        f"while they ran, and {len(again)} restarted and resumed after {_spread(again)} of 36 steps. "
+        f"Wrong at the end: {len(wrong)}. In all other jobs, every parameter equals that of the undisturbed job bit for bit."
     )
     _write(KILLS_HERE, text)
     assert not wrong
@@ -115,7 +115,7 @@ def _table(rows: dict[str, Row], nproc: int) -> str:
     lines = [
         f"{nproc} ranks, {MOMENTS} random moments each:",
         "",
-        "| fault | the training | right | steps done again | seconds lost |",
+        "| fault | the job | right | steps repeated | seconds lost |",
         "|---|---|---|---|---|",
     ]
     for kind, row in rows.items():

@@ -82,7 +82,9 @@ def test_one_rank_for_each_gpu_or_for_those_that_are_chosen(gpus: Gpus, monkeypa
     assert said[0].startswith("train: 1 rank, nccl on GPU 1; 32 samples a step on each, 32 in all.")
     assert "CUDA_VISIBLE_DEVICES=1 CUDA_DEVICE_ORDER=PCI_BUS_ID torchrun --standalone --nproc-per-node 1" in command
     assert "2 ranks, gloo on the CPU (--cpu);" in dry("--cpu")[0][0]
-    assert "3 ranks, gloo on the CPU, though 2 GPUs are visible: nccl wants one for each rank;" in dry("-n", "3")[0][0]
+    assert (
+        "3 ranks, gloo on the CPU, although 2 GPUs are visible: nccl needs one for each rank;" in dry("-n", "3")[0][0]
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert "1 rank, nccl on GPU 1;" in dry()[0][0]
     assert "asks for 0, but the GPUs visible here are 1;" in refused("-g", "0")
@@ -96,7 +98,7 @@ def test_gpus_that_are_not_there_are_one_sentence(gpus: Gpus) -> None:
         "train: --gpus 0,3,x asks for 3, x, but the GPUs visible here are 0, 1; name others, or use --cpu."
     )
     assert refused("-g", "0,0") == "train: --gpus 0,0 names a GPU twice; each rank needs one of its own."
-    assert refused("--cpu", "-g", "0") == "train: --cpu and --gpus 0 exclude each other; leave one of them out."
+    assert refused("--cpu", "-g", "0") == "train: --cpu and --gpus 0 cannot be combined; leave one of them out."
     assert refused("-n", "0") == "launch: nproc=0 asked for; a job has at least one rank."
     assert 'backend "nccl", but 2 GPUs are visible. Use nproc=2' in refused("-n", "3", "--backend", "nccl")
 
@@ -233,7 +235,7 @@ def test_smoke_passes_or_says_what_its_failure_is_a_matter_of(ddpkit: Ddpkit) ->
     *_, step, explain, doctor = failed.stdout.splitlines()
     assert step.startswith("smoke: step 3 of 6 (init) failed on ranks 0, 1. During init: a matter of the network")
     assert explain == "smoke: next: ddpkit explain network_interface"
-    assert doctor.startswith("smoke: next: ddpkit doctor looks over this machine; ddpkit smoke --single tries")
+    assert doctor.startswith("smoke: next: ddpkit doctor checks this machine; ddpkit smoke --single runs")
 
 
 @pytest.mark.job
@@ -244,7 +246,7 @@ def test_smoke_of_one_process_is_no_job(home: Path, ddpkit: Ddpkit) -> None:
     failed = ddpkit("smoke", "--single", GLOO_SOCKET_IFNAME="no-such-interface")
     assert failed.returncode == 1
     assert failed.stdout.splitlines()[-1].startswith(
-        "smoke: one process fails by itself, so it is no matter of communication"
+        "smoke: a single process fails too, so communication is not the cause"
     )
     assert not (home / ".ddpkit").exists()
 
@@ -280,10 +282,10 @@ def test_smoke_reads_the_first_step_that_failed(tmp_path: Path) -> None:
     for log in tmp_path.glob("logs/*/*/*/stderr.log"):
         log.write_text("")
     first, *_ = smoke_command.advice(Run.from_folder(tmp_path))
-    assert first == "the last step that was done is 2 of 6 (versions); no rank could say what failed."
+    assert first == "the last step that finished is 2 of 6 (versions); no rank could say what failed."
     for log in tmp_path.glob("logs/*/*/*/stdout.log"):
         log.write_text("")
-    assert smoke_command.advice(Run.from_folder(tmp_path))[0] == "no step was done; no rank could say what failed."
+    assert smoke_command.advice(Run.from_folder(tmp_path))[0] == "no step finished; no rank could say what failed."
 
 
 def test_the_steps_are_those_of_the_test_itself() -> None:

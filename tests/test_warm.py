@@ -377,7 +377,7 @@ def test_a_program_that_goes_through_a_set_is_cold_and_its_ranks_do_so_in_orders
     monkeypatch.chdir(tmp_path)
     run = launch(script(IN_A_SET), nproc=2)
     assert run.ok, str(run)
-    assert run.cold_because == "it goes through a set or asks for a hash, and forks would all do so in the same order"
+    assert run.cold_because == "it iterates over a set or calls hash(), and forked ranks would all use the same order"
     assert (tmp_path / "order_0").read_text() != (tmp_path / "order_1").read_text()
 
 

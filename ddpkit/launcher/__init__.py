@@ -1,1 +1,1 @@
-"""From a target and its options to a watched job: `launch`, `%%torchrun` and the commands."""
+"""Turns a target and its options into a watched job: `launch`, `%%torchrun` and the commands."""

@@ -1,4 +1,4 @@
-"""Says whether a program's order of things depends on Python's hash seed, which forks of one process share."""
+"""Finds programs whose order of execution depends on Python's hash seed; processes forked from one parent share it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ _METHODS_IN_ORDER = ("join", "pop", "extend", "fromkeys")
 
 
 def orders_by_hash(program: str | bytes) -> bool:
-    """Whether `program`, Python's text, goes through a set or asks for a hash: of strings, both differ in every process
-    unless PYTHONHASHSEED says otherwise. A set that is sorted first, counted, or only asked what it holds is no matter.
+    """Whether the source `program` iterates over a set or calls `hash`.
+
+    For strings, both differ between processes unless PYTHONHASHSEED is set. Sorting a set first, taking its length or
+    testing membership does not count.
     """
     try:
         tree = ast.parse(program)
@@ -42,7 +44,7 @@ def _is_set(node: ast.expr, named: set[str]) -> bool:
 
 
 def _taken_in_order(node: ast.AST) -> list[ast.expr]:
-    """What this node goes through one by one."""
+    """The expressions that this node iterates over."""
     if isinstance(node, ast.For | ast.comprehension):
         return [node.iter]
     if isinstance(node, ast.Starred):

@@ -1,4 +1,4 @@
-"""`launch`: target and options become a torchrun command, a watched job and a `Run`."""
+"""`launch`: turns a target and its options into a torchrun command, a watched job and a `Run`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ddpkit.watcher.watcher import Limits, Watcher
 from .options import Options, Sharing, checked_options, decided_backend, sharing
 from .target import Target, resolve
 
-# What ipykernel sets for itself, and what would make a rank's output differ from a terminal's.
+# Variables that ipykernel sets for itself, or that would make a rank's output differ from a terminal's.
 _NOTEBOOK_ONLY = ("JPY_PARENT_PID", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PYDEVD_USE_FRAME_EVAL")
 
 
@@ -52,29 +52,29 @@ def launch(
     expect_replicas: bool = True,
     **unknown: Any,
 ) -> Run:
-    """Start a real torchrun job on this machine and return its `Run`. A job that fails raises nothing, as with `subprocess.run`.
+    """Start a real torchrun job on this machine and return its `Run`. Like `subprocess.run`, it does not raise if the job fails.
 
     Args:
-        target: path of a script, name of a module, or a function, defined in a cell too.
+        target: path of a script, name of a module, or a function, which may be defined in a cell.
         args: the script's arguments as strings, or the function's positional arguments.
         kwargs: the function's keyword arguments.
         nproc: ranks on this machine; "gpu", "cpu" or "auto" as with torchrun.
-        backend: "gloo" or "nccl" for `ddpkit.rank.setup()`; None takes nccl where each rank has a GPU of its own.
-        env: environment variables to add; None as a value takes one away.
-        timeout: seconds after which the job is ended, with every rank's stack in the run; None lets it run.
+        backend: "gloo" or "nccl" for `ddpkit.rank.setup()`; None means nccl if each rank has its own GPU, else gloo.
+        env: environment variables to add; a value of None removes the variable.
+        timeout: seconds after which the job is ended, with every rank's stack in the run; None means no limit.
         stall: seconds without output, report or new collective after which the ranks' stacks are gathered and shown.
-        stop_on_stall: end the job at the first stall (state "hung"); after five times as long where a rank still computes,
-            is at the disk, or has failed and is on its way out.
-        warm: fork the job from a process that has torch imported already; False starts every process anew. `run.warm` tells.
+        stop_on_stall: end the job at the first stall (state "hung"). If a rank still computes, waits for the disk, or has
+            failed and is shutting down, wait five times as long.
+        warm: fork the job from a process that has already imported torch; False starts new processes. See `run.warm`.
         wait: False returns at once with a live `Run` (`.wait()`, `.stop()`).
         check: raise `JobFailed` unless the job passes.
         show: True shows the live view in a notebook and text elsewhere; "text" streams rank-tagged text; False is silent.
-        name: what the run is called; by default the target's own name.
+        name: the run's name; by default the target's own name.
         reveal: False keeps the verdict out of the view and the text, so that a reader can judge first.
-        max_restarts: how often torchrun starts the ranks anew after a failure.
+        max_restarts: how often torchrun restarts the ranks after a failure.
         torchrun: further options for torchrun itself, such as ["--rdzv-conf", "timeout=60"].
-        share_gpu: let more NCCL ranks than GPUs share these, over sockets, to see NCCL's own errors on one GPU; slow.
-        expect_replicas: False where the ranks' DDP models are meant to end with other parameters; see `Run.replicas`.
+        share_gpu: let several NCCL ranks share a GPU, over sockets, to see NCCL's own errors on one GPU; slow.
+        expect_replicas: False if the ranks' DDP models are meant to end with different parameters; see `Run.replicas`.
 
     Raises:
         LaunchError: the job cannot be started as asked; nothing was started.
@@ -110,16 +110,16 @@ def _about_unknown(name: str) -> str:
 
 
 def warm_up() -> None:
-    """Begin to import torch in the background, so that the first launch is fast; called where a notebook loads ddpkit."""
+    """Start importing torch in the background, so that the first launch is fast; `%load_ext ddpkit` calls this."""
     zygote.begin(_base_environment())
 
 
 def start(
     target: Target, options: Options, wait: bool = True, show: bool | str | Sink = True, patient: bool = False
 ) -> Run:
-    """Start `target`; with `wait`, return when it is over. Called by `launch`, the cell magic and the bench.
+    """Start `target`; with `wait`, return when the job has ended. Called by `launch`, the cell magic and the bench.
 
-    `wait` and `patient` both let a zygote finish its imports, rather than start the job cold.
+    With `wait` or `patient`, the job waits until the zygote has finished its imports, instead of starting cold.
     """
     env = _environment(target, options)
     backend = decided_backend(options, env)
@@ -142,7 +142,7 @@ def start(
             command,
             env | _torchrun_settings(folder),
             _cold_because(target, options, env),
-            # What Python puts before all other folders in torchrun's agent and in the ranks.
+            # The folders that Python puts first in sys.path, in torchrun's agent and in the ranks.
             [os.getcwd(), os.path.dirname(script)] if script else [os.getcwd()],
             target.variables(),
             _base_environment(),
@@ -163,7 +163,7 @@ def start(
 
 
 def _wait(job: Job) -> None:
-    """Wait for the end of the job; an interrupt ends it, and control comes back when nothing of it is left."""
+    """Wait until the job has ended; an interrupt stops it, and this returns once all its processes are gone."""
     while not job.over.is_set():
         try:
             job.over.wait()
@@ -172,7 +172,7 @@ def _wait(job: Job) -> None:
 
 
 def refuse_inside_a_rank() -> None:
-    """A rank that launches jobs would launch as many as there are ranks."""
+    """Raise `LaunchError` if called from a rank, because every rank would start a job."""
     if wire.ENV_RUN in os.environ and "RANK" in os.environ:
         raise LaunchError(
             f"launch: called inside rank {os.environ['RANK']} of a running job, where every rank would start a job of its own; "
@@ -181,7 +181,7 @@ def refuse_inside_a_rank() -> None:
 
 
 def _torchrun(target: Sequence[str], options: Options) -> list[str]:
-    """The plain command line. Logs, and ddpkit's part in each rank, come in through the environment."""
+    """The plain torchrun command line; ddpkit sets logs and its recorder through environment variables."""
     own_rendezvous = any(o.startswith(("--rdzv", "--master", "--nnodes", "--node-rank")) for o in options.torchrun)
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += [] if own_rendezvous else ["--standalone"]
@@ -201,7 +201,7 @@ def _torchrun_settings(folder: Path) -> dict[str, str]:
 
 
 def _base_environment() -> dict[str, str]:
-    """This process's environment without what only concerns a notebook."""
+    """This process's environment without the variables that only concern a notebook."""
     env = {k: v for k, v in os.environ.items() if k not in _NOTEBOOK_ONLY and not k.startswith("PET_")}
     if "matplotlib_inline" in env.get("MPLBACKEND", ""):
         del env["MPLBACKEND"]
@@ -209,11 +209,11 @@ def _base_environment() -> dict[str, str]:
 
 
 def _cold_because(target: Target, options: Options, env: Mapping[str, str]) -> str:
-    """Why this job must not start warm, "" where it may."""
+    """The reason why this job must not start warm; "" if it may."""
     if not options.warm:
         return "warm=False"
     if target.orders_by_hash(env):
-        return "it goes through a set or asks for a hash, and forks would all do so in the same order"
+        return "it iterates over a set or calls hash(), and forked ranks would all use the same order"
     return ""
 
 

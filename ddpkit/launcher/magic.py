@@ -1,4 +1,4 @@
-"""`%%torchrun`: the cell's text is the script, its options are torchrun's own, and `--as NAME` binds the `Run`."""
+"""`%%torchrun`: runs the cell's text as a script with torchrun's own options; `--as NAME` binds the `Run`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from .launcher import refuse_inside_a_rank, start, warm_up
 from .options import checked_options
 from .target import of_text
 
-# torchrun's options that pass through, beside --standalone.
+# torchrun's options that are passed through, besides --standalone.
 PASSED_THROUGH = (
     "nnodes node-rank master-addr master-port local-addr rdzv-backend rdzv-endpoint rdzv-id rdzv-conf "
     "role monitor-interval start-method local-ranks-filter numa-binding shutdown-timeout"
 ).split()
 KEPT_BY_DDPKIT = ("log-dir", "redirects", "tee", "no-python", "run-path", "module", "logs-specs")
 
-# Where the parser keeps what is no option of the job.
+# Parsed names that are not options of the job.
 OF_THE_MAGIC = ("bind", "args", "check", "quiet", "text", "wait")
 
 
 class MagicParser(argparse.ArgumentParser):
-    """Reads the magic's line; a mistake becomes one sentence instead of the end of the process."""
+    """Parses the magic's line; a mistake raises `LaunchError` instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise LaunchError(f"%%torchrun: {message}.")
 
 
 def parser() -> MagicParser:
-    """The options of `%%torchrun`: those of `launch`, and torchrun's own, which may have underscores as well."""
+    """The options of `%%torchrun`: those of `launch`, and torchrun's own, with hyphens or underscores."""
     p = MagicParser(prog="%%torchrun", add_help=False, allow_abbrev=False)
     _add(p, "nproc-per-node", dest="nproc", default="2")
     _add(p, "max-restarts", type=int, default=0)
@@ -57,7 +57,7 @@ def _add(p: argparse.ArgumentParser, name: str, **settings: Any) -> None:
 
 
 def torchrun(line: str, cell: str, namespace: dict[str, Any]) -> None:
-    """Run `cell` as a torchrun script with the options in `line`; binds the run in `namespace`, as `_run` too."""
+    """Run `cell` as a torchrun script with the options in `line`; bind the run in `namespace`, by default as `_run`."""
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
@@ -70,7 +70,7 @@ def torchrun(line: str, cell: str, namespace: dict[str, Any]) -> None:
     refuse_inside_a_rank()
     given = {name: value for name, value in vars(asked).items() if name not in OF_THE_MAGIC}
     options = checked_options(**given | {"env": dict(map(_pair, asked.env))})
-    # The magic's own line is line 1 of the cell: tracebacks then count as the cell does.
+    # The magic's own line is line 1 of the cell, so line numbers in tracebacks match the cell.
     target = of_text("\n" + cell, asked.bind or "cell", asked.args, "%%torchrun", "the cell")
     show: bool | str = False if asked.quiet else "text" if asked.text else True
     run = start(target, options, wait=asked.wait, show=show)
@@ -96,6 +96,6 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register `%%torchrun` with `shell`, and begin to make the first launch a warm one."""
+    """Register `%%torchrun` with `shell`, and start importing torch so that the first launch can be warm."""
     warm_up()
     shell.register_magic_function(lambda line, cell: torchrun(line, cell, shell.user_ns), "cell", "torchrun")

@@ -1,4 +1,4 @@
-"""Checks the options of a job before anything starts, and decides the backend from them."""
+"""Checks the options of a job before anything starts, and chooses the backend."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ddpkit.machine import devices
 from ddpkit.runfolder import wire
 
 BACKENDS = ("gloo", "nccl")
-# Of the commands, by how the job ended; 1 for all else.
+# The commands' exit codes by how the job ended; 1 for everything else.
 EXIT_CODES = {"passed": 0, "stopped": 130, "timed_out": 124, "hung": 124}
 
-# NCCL refuses two ranks on one GPU of one host. With an NCCL_HOSTID for each rank, which `rank/joining/process_group.py`
-# sets, it takes them for hosts, and then everything must go over sockets.
+# NCCL refuses two ranks on one GPU of one host. `rank/joining/process_group.py` sets a different NCCL_HOSTID on each rank,
+# so NCCL treats the ranks as separate hosts, and then everything must go over sockets.
 _BY_SOCKETS = (
     "NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 "
     "NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0 NCCL_CUMEM_ENABLE=0 NCCL_RAS_ENABLE=0"
@@ -29,7 +29,7 @@ SHARED_GPU = dict(setting.split("=") for setting in _BY_SOCKETS.split())
 
 @dataclass(frozen=True)
 class Options:
-    """How a job is to be run: options of `launch`, by the same names."""
+    """The options of `launch` after checking, under the same names."""
 
     nproc: int
     timeout_s: float | None
@@ -52,7 +52,7 @@ def checked_options(
     """The options of `launch`, each checked; `others` need no check.
 
     Raises:
-        LaunchError: one of them is not as it must be.
+        LaunchError: an option has a wrong value.
     """
     if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
         raise LaunchError(f"launch: max_restarts={max_restarts!r} is not a count; give 0 or more.")
@@ -89,7 +89,7 @@ def _seconds(option: str, value: Any) -> float | None:
 
 
 def decided_backend(options: Options, env: Mapping[str, str]) -> str:
-    """NCCL where each rank has a GPU of its own or is to share one, otherwise gloo; decided before any rank starts."""
+    """NCCL if each rank has its own GPU or may share one, otherwise gloo; decided before any rank starts."""
     asked = options.backend or env.get(wire.ENV_BACKEND)
     if asked is not None and asked not in BACKENDS:
         near = difflib.get_close_matches(asked.lower(), BACKENDS, n=1)
@@ -120,7 +120,7 @@ def _found(gpus: int, env: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks share GPUs: how many of these (0: each has its own), what is added to the environment, the run's note."""
+    """How ranks share GPUs: how many GPUs (0: each rank has its own), the environment variables to add, the run's note."""
 
     gpus: int
     settings: Mapping[str, str]
@@ -128,7 +128,7 @@ class Sharing:
 
 
 def sharing(options: Options, env: Mapping[str, str]) -> Sharing:
-    """How the ranks of a job share GPUs. What the user has set in the job's environment `env` stays."""
+    """How the ranks of a job share GPUs. Variables that the user has set in `env` keep their values."""
     gpus = len(usable_gpus(env)) if options.share_gpu else 0
     if gpus >= options.nproc or not gpus:
         return Sharing(0, {}, "share_gpu changed nothing: each rank has a GPU of its own." if gpus else "")
@@ -139,12 +139,12 @@ def sharing(options: Options, env: Mapping[str, str]) -> Sharing:
 
 
 def usable_gpus(env: Mapping[str, str]) -> list[devices.Gpu]:
-    """The GPUs that ranks started in `env` may use; none where torch was built without CUDA."""
+    """The GPUs that ranks started in `env` may use; none if torch was built without CUDA."""
     return devices.visible_gpus(env.get("CUDA_VISIBLE_DEVICES")) if torch_has_cuda() else []
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch can use CUDA, by its version's local tag; torch is not imported."""
+    """Whether the installed torch can use CUDA, according to its version's local tag, without importing it."""
     try:
         return "+cpu" not in metadata.version("torch")
     except metadata.PackageNotFoundError:

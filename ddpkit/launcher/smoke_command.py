@@ -1,4 +1,4 @@
-"""`ddpkit smoke`: launches `ddpkit.rank.smoke`, the minimal communication test, and says after a failure where to look next."""
+"""`ddpkit smoke`: runs `ddpkit.rank.smoke`, the minimal communication test; after a failure it says where to look next."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
 
 PROGRAM = "ddpkit.rank.smoke"
 STEPS = ("variables", "versions", "init", "device", "all-reduce", "barrier and destroy")
-# A rank waits so long for the others and then says for whom; the job as a whole is given a little more.
+# A rank waits this long for the others and then says which ones are missing; the job gets a little longer.
 WAIT_S, LIMIT_S = 60, 90
-# What torchrun sets: without it the test is of one process.
+# The variables that torchrun sets; without them the test runs in one process.
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def smoke(
     nproc: Annotated[
-        str | None, typer.Option("--nproc-per-node", "--nproc_per_node", "-n", help="Ranks; by default as train.")
+        str | None,
+        typer.Option("--nproc-per-node", "--nproc_per_node", "-n", help="Ranks; by default one for each GPU, or 2."),
     ] = None,
     backend: Annotated[str | None, typer.Option(help="gloo or nccl; by default what the machine allows.")] = None,
     single: Annotated[bool, typer.Option("--single", help="One plain process, for comparison.")] = False,
     share_gpu: Annotated[
-        bool, typer.Option("--share-gpu", help="Let more NCCL ranks than GPUs share these; 2 ranks at least.")
+        bool, typer.Option("--share-gpu", help="Let NCCL ranks share a GPU; needs at least 2 ranks.")
     ] = False,
 ) -> None:
     """Test communication in six steps, without any training code: variables, versions, init, device, all-reduce, barrier.
@@ -58,12 +59,12 @@ def _alone(backend: str | None) -> int:
     env = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
     if subprocess.run([sys.executable, "-m", PROGRAM, *words], env=env).returncode == 0:
         return 0
-    print("smoke: one process fails by itself, so it is no matter of communication; next: ddpkit doctor")
+    print("smoke: a single process fails too, so communication is not the cause; next: ddpkit doctor")
     return 1
 
 
 def advice(run: Run) -> list[str]:
-    """Which step failed on which rank, what that is a matter of, and what to ask next."""
+    """Which step failed on which rank, what that step depends on, and what to do next."""
     failed = []
     for rank in run.ranks:
         told = re.search(r"^\[(\d)/6\] failed on rank \d+: .*?^\[\1/6\] (.*?)$", rank.stderr, re.MULTILINE | re.DOTALL)
@@ -78,11 +79,11 @@ def advice(run: Run) -> list[str]:
     else:
         reached = [int(n) for rank in run.ranks for n in re.findall(r"^\[(\d)/6\] ", rank.stdout, re.MULTILINE)]
         last = max(reached, default=0)
-        done = f"the last step that was done is {last} of 6 ({STEPS[last - 1]})" if last else "no step was done"
+        done = f"the last step that finished is {last} of 6 ({STEPS[last - 1]})" if last else "no step finished"
         lines = [f"{done}; no rank could say what failed."]
     if run.diagnosis is not None and run.diagnosis.name not in (HEALTHY, UNKNOWN):
         lines.append(f"next: ddpkit explain {run.diagnosis.name}")
     return [
         *lines,
-        "next: ddpkit doctor looks over this machine; ddpkit smoke --single tries it without communication.",
+        "next: ddpkit doctor checks this machine; ddpkit smoke --single runs the test without communication.",
     ]

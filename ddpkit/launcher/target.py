@@ -1,4 +1,4 @@
-"""Turns what the user names - a script, a module, a cell's text, a function - into something torchrun can start."""
+"""Turns the user's target - a script, a module, a cell's text, a function - into something torchrun can start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .hashseed import orders_by_hash
 
 LARGE_BYTES = 8 * 2**20
 
-_CALL_SCRIPT = '''"""Written by ddpkit: calls the function `{name}` on this rank; the pickled call lies beside this file."""
+_CALL_SCRIPT = '''"""Written by ddpkit: calls the function `{name}` on this rank; the pickled call is in the same folder."""
 
 import ddpkit.recorder.function as _ddpkit_function
 
@@ -40,10 +40,10 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Target:
-    """What torchrun is to start: `command` follows torchrun's own options; `files` go into the run folder first.
+    """What torchrun starts: `command` follows torchrun's own options; `files` are first written to the run folder.
 
-    A `command` entry that starts with "{folder}" lies in the run folder. `path_folder` goes to the front of PYTHONPATH.
-    `source` is the program, or the pickled function; `text` is the text of a function, where it is known.
+    A `command` entry that starts with "{folder}" is in the run folder. `path_folder` goes to the front of PYTHONPATH.
+    `source` is the program, or the pickled function; `text` is the source of a function, if it is known.
     """
 
     name: str
@@ -55,18 +55,18 @@ class Target:
     text: str = ""
 
     def write(self, folder: Path) -> list[str]:
-        """Put the files into the run folder; returns the command with its paths filled in."""
+        """Write the files to the run folder and return the command with its paths filled in."""
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
         return [part.replace("{folder}", str(folder), 1) for part in self.command]
 
     def variables(self) -> list[str]:
-        """What looks like a name of an environment variable in a program that may set some before it imports torch."""
+        """Possible names of environment variables in a program that may set some before it imports torch."""
         sets_some = b"environ" in self.source or b"putenv" in self.source
         return sorted({n.decode() for n in re.findall(rb"[A-Z]+_[A-Z0-9_]+", self.source)}) if sets_some else []
 
     def orders_by_hash(self, env: Mapping[str, str]) -> bool:
-        """Whether the ranks of this program, in `env`, may each go through things in an order of their own."""
+        """Whether each rank of this program may use a different order in `env`, because of its hash seed."""
         return env.get("PYTHONHASHSEED", "random") in ("", "random") and orders_by_hash(self.text or self.source)
 
 
@@ -74,7 +74,7 @@ def resolve(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Targ
     """The `Target` for what `launch` was given.
 
     Raises:
-        LaunchError: it is none of script, module and function, is not there, or cannot be pickled.
+        LaunchError: it is not a script, module or function, does not exist, or cannot be pickled.
     """
     if callable(target):
         return of_function(target, tuple(args), dict(kwargs))
@@ -91,19 +91,19 @@ def resolve(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Targ
 
 
 def of_script(path: Path, args: Sequence[str]) -> Target:
-    """The script at `path`, run where it lies; the run folder keeps a copy."""
+    """The script at `path`, run from where it is; the run folder keeps a copy."""
     if path.is_dir():
         raise LaunchError(f"launch: {path} is a folder; give the script's own path, such as {path / 'train.py'}.")
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
-        hint = f"did you mean {near[0]}?" if near else "check the path; it counts from there."
+        hint = f"did you mean {near[0]}?" if near else "check the path; it is relative to that folder."
         raise LaunchError(f"launch: there is no script {path} in {Path.cwd()}; {hint}")
     source = path.read_bytes()
     return Target(path.stem, (str(path.resolve()), *args), {f"script-{path.name}": source}, source=source)
 
 
 def of_module(name: str, args: Sequence[str]) -> Target:
-    """The module `name`, as `python -m` would find it; it is looked for without being imported."""
+    """The module `name`, as `python -m` would find it, without importing it."""
     spec = _find_module(name)
     if spec is None:
         raise LaunchError(
@@ -129,7 +129,7 @@ def _find_module(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _installed_otherwise(package: str) -> importlib.machinery.ModuleSpec | None:
-    """`package` where its own finder knows it, as of an editable installation."""
+    """`package` as its own import finder gives it, for example for an editable installation."""
     try:
         return importlib.util.find_spec(package)
     except ValueError:
@@ -137,13 +137,13 @@ def _installed_otherwise(package: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def of_text(text: str, name: str, args: Sequence[str] = (), asker: str = "launch", what: str = "the script") -> Target:
-    """A program given as text, which becomes a script of the run folder; imports start from the current folder.
+    """A program given as text, saved as a script in the run folder; imports start from the current folder.
 
     Raises:
-        LaunchError: it does not compile; the sentence opens with `asker`, and calls the text `what`.
+        LaunchError: it does not compile; the message starts with `asker` and calls the text `what`.
     """
     stem = re.sub(r"[^0-9A-Za-z_]+", "_", name).strip("_") or "cell"
-    # A script beside which imports start must not bear the name of something that it may want to import.
+    # The script's folder is on sys.path, so the script must not have the name of a module that it may import.
     file = f"{stem}_cell.py" if _find_module(stem) else f"{stem}.py"
     try:
         compile(text, file, "exec", dont_inherit=True)
@@ -155,7 +155,7 @@ def of_text(text: str, name: str, args: Sequence[str] = (), asker: str = "launch
 
 
 def of_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
-    """A function of this process, defined in a cell too: pickled by value, with the classes it needs."""
+    """A function of this process, also one defined in a cell: pickled by value, with the classes it needs."""
     name = getattr(function, "__name__", type(function).__name__)
     found = _reachable(function, [*args, *kwargs.values()])
     names = {k: v for k, v in found.items() if _is_notebooks(v)}
@@ -201,7 +201,7 @@ def _pickled(
 def _notes_on_size(
     name: str, call: bytes, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, ...]:
-    """A warning that names the largest value which travels with the function, when the whole is large."""
+    """A warning that names the largest value pickled with the function, if the pickle is large."""
     if len(call) < LARGE_BYTES:
         return ()
     size, what = max(_sizes(function, args, kwargs), default=(len(call), "the function itself"))
@@ -212,7 +212,7 @@ def _notes_on_size(
 
 
 def _sizes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[float, str]]:
-    """The bytes of each value that travels with `function`, and the words for it; infinite if it cannot be pickled."""
+    """The size of each value pickled with `function`, and its description; infinite if it cannot be pickled."""
     import cloudpickle
 
     for what, value in _carried(function, args, kwargs):
@@ -223,7 +223,7 @@ def _sizes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 
 def _carried(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What travels with `function`, each with the words to name it by."""
+    """The values pickled with `function`, each with its description."""
     yield from ((f"args[{i}]", value) for i, value in enumerate(args))
     yield from ((f"kwargs[{k!r}]", value) for k, value in kwargs.items())
     if inspect.isfunction(function):
@@ -247,7 +247,7 @@ def _reachable(function: Any, values: Sequence[Any]) -> dict[str, Any]:
             found.setdefault(item.__name__, item)
             todo += [*item.__bases__, *vars(item).values()]
         code = getattr(inspect.unwrap(item) if callable(item) else item, "__code__", None)
-        # The class of functions has a `__code__` as well, which is no code.
+        # The type of functions has a `__code__` too, which is not a code object.
         for name, value in _globals_used(item, code) if isinstance(code, types.CodeType) else ():
             found.setdefault(name, value)
             if _is_notebooks(value):
@@ -265,12 +265,12 @@ def _globals_used(function: Any, code: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_notebooks(value: Any) -> bool:
-    """Whether `value` is a function or class defined in the notebook, which no rank could import."""
+    """Whether `value` is a function or class defined in the notebook, which ranks cannot import."""
     return (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == "__main__"
 
 
 def _sources(items: Sequence[Any]) -> dict[str, str]:
-    """The text of the cells that define `items`, by the file name that tracebacks give; files on disk need none."""
+    """The source of the cells that define `items`, by the file name in tracebacks; files on disk are left out."""
     found = {}
     for item in items:
         parts = [item, *vars(item).values()] if inspect.isclass(item) else [item]

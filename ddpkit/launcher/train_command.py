@@ -1,4 +1,4 @@
-"""`ddpkit train`: checks a whole configuration, then launches `ddpkit.rank.training`. `cli.py` has the other commands."""
+"""`ddpkit train`: checks the whole configuration, then launches `ddpkit.rank.training`; other commands are in `cli.py`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .options import EXIT_CODES, checked_options, decided_backend, usable_gpus
 
 PROGRAM = "ddpkit.rank.training"
 RANKS_WITHOUT_GPU = 2
-# A training of seconds. A configuration file does not enlarge it; options beside --test do.
+# A training run of a few seconds. A configuration file does not make it larger; options given with --test do.
 TEST = (
     "--num-epochs 2 --dataset-size 256 --batch-size 8 --seq-len 16 --vocab-size 64 --hidden-size 32 --num-layers 2 "
     "--num-heads 2 --warmup-steps 5 --learning-rate 0.01 --num-workers 1 --checkpoint-interval 10 --resume never"
 ).split()
 DEBUG = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "INFO"}
-# Options that no other command has are the configuration's; those of this command are `train`'s own parameters.
+# The parameters of `train` are this command's options; any other option belongs to the configuration.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks run: how many, the GPUs that they may use, whether --cpu kept them off those, and the environment."""
+    """Where the ranks run: how many, the GPUs they may use, whether --cpu was given, and the environment."""
 
     nproc: int
     gpus: tuple[devices.Gpu, ...]
@@ -45,12 +45,12 @@ class Place:
     env: dict[str, str]
 
     def words(self, backend: str) -> str:
-        """What they train on with `backend`, and why."""
+        """The device that the ranks train on with `backend`, and why."""
         if backend == "nccl":
             return f"nccl on GPU {', '.join(str(gpu.index) for gpu in self.gpus[: self.nproc])}"
         if self.cpu or not self.gpus:
             return f"gloo on the CPU ({'--cpu' if self.cpu else 'no GPU to use'})"
-        return f"gloo on the CPU, though {len(self.gpus)} GPUs are visible: nccl wants one for each rank"
+        return f"gloo on the CPU, although {len(self.gpus)} GPUs are visible: nccl needs one for each rank"
 
 
 def train(
@@ -64,24 +64,28 @@ def train(
     checkpoint_dir: Annotated[
         str | None, typer.Option("--checkpoint-dir", "-c", help="Folder of the checkpoints.")
     ] = None,
-    config: Annotated[str | None, typer.Option("--config", help="A YAML file; options come after it.")] = None,
+    config: Annotated[str | None, typer.Option("--config", help="A YAML file; options override it.")] = None,
     nproc: Annotated[
         str | None,
         typer.Option("--nproc-per-node", "--nproc_per_node", "-n", help="Ranks; by default one for each GPU, or 2."),
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, with gloo.")] = False,
-    test: Annotated[bool, typer.Option("--test", help="2 epochs of a tiny model: seconds.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Log more; CUDA calls wait for their end.")] = False,
-    resume: Annotated[bool | None, typer.Option(help="Go on from the newest checkpoint (the default), or not.")] = None,
+    test: Annotated[bool, typer.Option("--test", help="Train a tiny model for 2 epochs, in seconds.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Log more, and make CUDA calls synchronous.")] = False,
+    resume: Annotated[
+        bool | None, typer.Option(help="Resume from the newest checkpoint (the default), or not.")
+    ] = None,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", "--max_restarts", help="How often torchrun starts the ranks anew.")
+        int, typer.Option("--max-restarts", "--max_restarts", help="How often torchrun restarts the ranks.")
     ] = 0,
-    keys: Annotated[bool, typer.Option("--keys", help="List every key of the configuration, and end.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all, print the command, start nothing.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key of the configuration, then exit.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and print the command, but start nothing.")
+    ] = False,
 ) -> None:
-    """Train the example model on this machine's GPUs, one rank each; without a GPU, with 2 ranks on the CPU.
+    """Train the example model on this machine's GPUs, one rank each; without a GPU, on the CPU with 2 ranks.
 
-    Every key of the configuration is an option too (--hidden-size 256); --keys lists them. All is checked before a rank starts.
+    Every key of the configuration is also an option (--hidden-size 256); --keys lists them. All are checked before a rank starts.
 
     Exit code: 0 passed, 1 failed, 124 hung, 130 stopped, 2 not started.
     """
@@ -106,12 +110,12 @@ def train(
 
 def _place(gpus: str | None, nproc: str | None, cpu: bool, debug: bool) -> Place:
     if cpu and gpus:
-        raise LaunchError(f"train: --cpu and --gpus {gpus} exclude each other; leave one of them out.")
+        raise LaunchError(f"train: --cpu and --gpus {gpus} cannot be combined; leave one of them out.")
     env = dict(DEBUG) if debug else {}
     visible = [] if cpu else usable_gpus(os.environ)
     if gpus:
         visible = _chosen(gpus, visible)
-        # CUDA counts the fastest GPU first; nvidia-smi counts by their place on the bus.
+        # CUDA numbers the fastest GPU first; nvidia-smi numbers by PCI bus order.
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(str(g.index) for g in visible), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     ranks = checked_options(nproc=nproc or len(visible) or RANKS_WITHOUT_GPU).nproc
     return Place(ranks, tuple(visible), cpu, env)
@@ -121,7 +125,7 @@ def _chosen(asked: str, visible: list[devices.Gpu]) -> list[devices.Gpu]:
     """The GPUs that --gpus names.
 
     Raises:
-        LaunchError: one is not there, or is named twice.
+        LaunchError: a GPU does not exist, or is named twice.
     """
     known = {str(gpu.index): gpu for gpu in visible}
     wanted = [word.strip() for word in asked.split(",")]
@@ -139,7 +143,7 @@ def _checked(words: Sequence[str], place: Place, own: Sequence[str]) -> tuple[Tr
     """The configuration, and the backend of the job.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: lists everything that is wrong.
         LaunchError: there are too few GPUs for the backend.
     """
     known = "" if place.gpus else "cpu"
@@ -157,7 +161,7 @@ def device_of(backend: str) -> str:
 
 
 def _trained(config: TrainConfig, backend: str, place: Place, max_restarts: int, dry_run: bool) -> int:
-    """Say what will be, start it, and return the exit code."""
+    """Print what will run, start it, and return the exit code."""
     ranks = f"{place.nproc} rank{'s' * (place.nproc > 1)}, {place.words(backend)}"
     each, total = config.batch_size * config.gradient_accumulation_steps, config.global_batch(place.nproc)
     print(f"train: {ranks}; {each} samples a step on each, {total} in all.")
@@ -177,7 +181,7 @@ def _trained(config: TrainConfig, backend: str, place: Place, max_restarts: int,
 
 
 def _command(config: TrainConfig, backend: str, place: Place, max_restarts: int) -> str:
-    """What starts the same in a terminal, without ddpkit around it."""
+    """The plain torchrun command that starts the same job in a terminal."""
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(place.nproc)]
     torchrun += ["--max-restarts", str(max_restarts)] if max_restarts else []
     settings = [f"{name}={value}" for name, value in place.env.items()]

@@ -1,1 +1,1 @@
-"""Who is at fault in a job that failed or hangs, from its records alone; docs/verdict.md states the rules."""
+"""Names the rank at fault in a job that failed or hangs, from its records alone; docs/verdict.md states the rules."""

@@ -1,4 +1,4 @@
-"""What a rank did or does, in words: the phrases of which `words.py` makes sentences, and those of a rank's lane."""
+"""What a rank did or does, in words: phrases for the sentences in `words.py` and for a rank's lane."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def deed(rank: Rank) -> str:
 
 
 def common_deed(ranks: Sequence[Rank]) -> str:
-    """How several ranks ended, in the words of the lowest; said to be its own where the others' words differ."""
+    """How several ranks ended, in the words of the lowest one; it is named if the others' messages differ."""
     first = min(ranks, key=lambda rank: rank.rank)
     failure = first.failure
     if failure is None or len({rank.failure.text for rank in ranks if rank.failure}) == 1:
@@ -58,16 +58,16 @@ def common_deed(ranks: Sequence[Rank]) -> str:
 
 def _killed(rank: Rank) -> str:
     if rank.oom:
-        return f"was killed by the kernel for want of memory ({stable(rank.oom)})"
+        return f"was killed by the kernel because memory ran out ({stable(rank.oom)})"
     if rank.signal == "SIGKILL":
-        return "was killed by SIGKILL, not sent by torchrun (by hand, or by the kernel for want of memory)"
+        return "was killed by SIGKILL, not sent by torchrun (sent by hand, or by the kernel because memory ran out)"
     if rank.finished_ns:
         return f"was killed by {rank.signal} while Python shut down, after its script had ended"
     return f"was killed by {rank.signal}"
 
 
 def doing(place: Place) -> str:
-    """What a rank does where it is: `waits in all_reduce #9 (line 12: ...)`, `sits at line 40: time.sleep(60)`."""
+    """What a rank does now: `waits in all_reduce #9 (line 12: ...)`, `sits at line 40: time.sleep(60)`."""
     if place.kind == "waiting" and place.collective:
         return f"waits in {place.collective.name}{in_brackets(place.line or place.collective.where)}"
     if place.kind == "waiting":
@@ -93,16 +93,16 @@ def _for_what(place: Place) -> str:
 
 
 def helper(place: Place) -> str:
-    """What the loader's worker does for which a rank waits, or what the thread died of for which it may wait."""
+    """What the DataLoader worker does that a rank waits for, or which exception ended a thread that it may wait for."""
     look, died_of = place.rank.look, place.rank.thread_died_of
     if place.kind == "idle" and died_of:
-        return f" A thread of it died of {died_of}."
+        return f" One of its threads died with {died_of}."
     if look is None or place.kind != "loading":
         return ""
     if look.dead_workers:
-        return " A worker of it has died."
+        return " One of its workers has died."
     for _pid, stack in look.workers:
-        # Further out are the rank's own frames, from before the worker was forked.
+        # The outer frames are the rank's own, from before the worker was forked.
         frames = itertools.takewhile(lambda frame: not frame.function.endswith(_WORKERS_OWN), stack_frames(stack, {}))
         line = next((frame for frame in frames if frame.own), None)
         if line:

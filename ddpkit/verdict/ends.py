@@ -1,4 +1,4 @@
-"""How each rank ended: by its own failure, or by what another rank did to it. Question 1 of docs/verdict.md."""
+"""How each rank ended: by its own failure, or because of another rank. Question 1 of docs/verdict.md."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ PARTED = re.compile(
     r"|appears not to match (sizes|strides) of the same param in process 0"
     r"|DDP expects same model across all ranks"
 )
-# torch.distributed.checkpoint raises on every rank what it met on some; with `reduce_fun`, what came of them all together.
+# torch.distributed.checkpoint raises on every rank the errors of some; with `reduce_fun`, the error of the combined result.
 FAILED_IN_CHECKPOINT = re.compile(r"^CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)(?!.*reduce_fun\()", re.DOTALL)
-# What a program raises on an innocent rank once the ranks have told each other that one has failed.
+# What a program raises on a healthy rank after another rank has told it of a failure.
 _TELLS_OF_ANOTHER = re.compile(
     r"\b((an)?other|a|some|\d+) (rank|process|worker|replica|peer)(s|es|\(s\))? (ha[sd] |have )?"
     r"(failed|crashed|raised|aborted|died|reported)\b"
@@ -71,7 +71,7 @@ def ends(ranks: Sequence[Rank]) -> dict[int, End]:
 
 
 def end_of(rank: Rank, ranks: Sequence[Rank]) -> End:
-    """How one rank ended, in the light of the others.
+    """How one rank ended, taking the other ranks into account.
 
     Example: rank 0 raises KeyError after an all_reduce that rank 1 never joined: "gave_up", not "own".
     """
@@ -85,7 +85,7 @@ def end_of(rank: Rank, ranks: Sequence[Rank]) -> End:
 
 
 def own_end(rank: Rank) -> End:
-    """How a rank ended by its own record alone."""
+    """How a rank ended, according to its own record alone."""
     if rank.exitcode == 0:
         return "passed"
     if rank.failure and not (rank.told and rank.told_ns < rank.failure.at_ns):
@@ -96,14 +96,14 @@ def own_end(rank: Rank) -> End:
 
 
 def end_by(failure: Failure, rank: Rank) -> End:
-    """Whether a failure is the rank's own, or what another rank's end or silence did to it."""
+    """Whether a failure is the rank's own or follows from another rank that ended or did not answer."""
     if failure.at_fault and rank.rank not in failure.at_fault:
         return "gave_up"
     failed = FAILED_IN_CHECKPOINT.match(failure.message)
     if failed and str(rank.rank) not in failed[1].split(", "):
         return "peer_lost"
     said = [f"{failure.type}: {failure.message}", *(f"{kind}: {message}" for kind, message in failure.chain)]
-    # A C++ thread that meets a closed connection aborts or crashes the process; its last words are on stderr.
+    # A C++ thread that finds a connection closed aborts or crashes the process; its message is on stderr.
     last_words = rank.stderr[-_LAST_WORDS:] if failure.type in ("SIGABRT", "SIGSEGV") else ""
     if any(map(PARTED.search, [*said, last_words])):
         return "parted"
@@ -115,12 +115,12 @@ def end_by(failure: Failure, rank: Rank) -> End:
 
 
 def is_suffered(text: str) -> bool:
-    """Whether an exception's text tells of another rank's end or silence."""
+    """Whether an exception's text says that another rank ended, did not answer, or joined something else."""
     return bool(PEER_LOST.search(text) or GAVE_UP.search(text) or PARTED.search(text))
 
 
 def tells_of_another(rank: Rank) -> bool:
-    """Whether a rank raised that another one had failed."""
+    """Whether a rank raised an exception that says another rank failed."""
     return rank.failure is not None and bool(_TELLS_OF_ANOTHER.search(rank.failure.message))
 
 
@@ -130,7 +130,7 @@ def failed_at(rank: Rank) -> int:
 
 
 def sent_by(rank: Rank, name: str, ranks: Sequence[Rank]) -> tuple[int, Frame | None] | None:
-    """The rank that sent this one a signal, with its line; None where no other rank did."""
+    """The rank that sent this one a signal, with the line that did so; None if no other rank did."""
     for other in ranks:
         if other is not rank and (rank.pid, name) in other.signals_sent:
             return other.rank, other.signals_sent[rank.pid, name]
@@ -138,7 +138,7 @@ def sent_by(rank: Rank, name: str, ranks: Sequence[Rank]) -> tuple[int, Frame | 
 
 
 def ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
-    """Whether the program's own guard or alarm ended a rank inside a wait that others had not joined.
+    """Whether the program's own watchdog or alarm ended a rank during a wait that others had not joined.
 
     Example: rank 0 waits in all_reduce #4, and a watchdog thread of its program calls os.abort(): it gave up.
     """
@@ -162,7 +162,7 @@ def ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
 
 
 def members(call: Collective, ranks: Sequence[Rank]) -> list[Rank]:
-    """The ranks of the group in which a collective was called."""
+    """The ranks of the process group in which a collective was called."""
     found = []
     for rank in ranks:
         if not call.ranks or rank.rank in call.ranks:
@@ -175,7 +175,7 @@ def _waited_s(failure: Failure, call: Collective) -> float:
 
 
 def let_down(rank: Rank, ranks: Sequence[Rank]) -> tuple[End, int] | None:
-    """How and when a rank came back from a collective that a member never joined; None if it did not.
+    """How and when a rank returned from a collective that a member never joined; None if it did not.
 
     Example: rank 0 catches the error of all_reduce #4, which rank 1 never joined, and raises KeyError later.
     """
@@ -194,14 +194,14 @@ def let_down(rank: Rank, ranks: Sequence[Rank]) -> tuple[End, int] | None:
 
 
 def came_back_without(call: Collective, theirs: Collective | None) -> bool:
-    """Whether a long wait was over before the other rank joined, or though it joined something else."""
+    """Whether a long wait ended before the other rank joined, or although it joined something else."""
     if not call.over_ns or (call.over_ns - call.at_ns) / 1e9 < WAITS_FROM_S:
         return False
     return theirs is None or theirs.at_ns > call.over_ns or not theirs.matches(call)
 
 
 def _was_gone(other: Rank, call: Collective, rank: Rank) -> bool:
-    """Whether the other rank had ended by when this one came back from the collective, before its own failure."""
+    """Whether the other rank had ended when this one returned from the collective, before its own failure."""
     ended = failed_at(other)
     if not ended or call.at_ns >= failed_at(rank) or ended >= failed_at(rank):
         return False

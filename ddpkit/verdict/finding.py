@@ -1,4 +1,4 @@
-"""What a rule finds: the ranks at fault and the facts for its sentence, which `words.py` makes."""
+"""What a rule finds: the ranks at fault, and the facts from which `words.py` makes the sentence."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def numbers_of(ranks: Iterable[Rank]) -> tuple[int, ...]:
 class Finding:
     """What a rule of docs/verdict.md found.
 
-    `ranks`: who is at fault, () where that cannot be told; `rule`: the rule that decided; `kind`: what the failure is, one
-    of `pages.KINDS`. The facts for the sentence: `now`, where everybody was; `calls`, the calls that differ, by rank;
-    `others`, ranks that are no culprits; `detail`, anything else.
+    `ranks`: the ranks at fault, () if that cannot be told; `rule`: the rule that decided; `kind`: the kind of failure, one
+    of `pages.KINDS`. The facts for the sentence: `now`, where every rank was; `calls`, the calls that differ, by rank;
+    `others`, ranks to mention that are not at fault; `detail`, anything else.
     """
 
     ranks: tuple[int, ...]
@@ -40,11 +40,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is at fault. `culprit`: a rank, several, "every rank", or None where nobody is or none can be told.
+    """Which rank is at fault. `culprit`: a rank, several, "every rank", or None if no rank is or it cannot be told.
 
     `sentence` says it ("" for a job that passed). `kind` is one of `pages.KINDS`, `rule` the rule that decided; `certain`
-    is False where ranks had to be compared (question 3). By rank: `ends`, how it ended; `roles`: passed, culprit, own
-    (failed by itself, but not the first), consequence or unknown; `waits`, whom it waits for if the culprit cannot be told.
+    is False if ranks had to be compared (question 3). By rank: `ends`, how it ended; `roles`: passed, culprit, own
+    (failed by itself, but not the first), consequence or unknown; `waits`, which ranks it waits for if there is no culprit.
     """
 
     culprit: Culprit

@@ -1,4 +1,4 @@
-"""Which rank left its own habit, or that of all ranks. Question 3 of docs/verdict.md."""
+"""Which rank broke its own order of calls, or the order of all ranks. Question 3 of docs/verdict.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .finding import Finding
 from .waits import Scene, kind_of_odd, minority
 
 _LONGEST_HABIT = 24
-# So many messages show what each rank does in the exchange.
+# After this many messages, each rank's part in the exchange is known.
 _ROLES_SHOW_AFTER = 2
 
 Histories = Mapping[int, Sequence[Collective]]
@@ -21,7 +21,7 @@ Histories = Mapping[int, Sequence[Collective]]
 def by_next_call(now: Scene, inside: set[int]) -> Finding | None:
     """The ranks whose next call differs from that of most, where all had made the same calls before.
 
-    Each call is seen from its rank: a send to the next rank is the same for all. Example: in a ring, ranks 0 and 1
+    Peers count from each rank: a send to the next rank is the same call for all. Example: in a ring, ranks 0 and 1
     receive from the rank before them, rank 2 sends once more: rank 2.
     """
     ways = {}
@@ -46,7 +46,7 @@ def by_next_call(now: Scene, inside: set[int]) -> Finding | None:
 
 
 def _seen_from(number: int, call: Collective, size: int) -> tuple[Any, ...]:
-    """A call as its rank sees it: operation, line, and how far its peer is, or how large its group."""
+    """A call as its rank sees it: operation, line, and the distance to its peer or the size of its group."""
     line = call.where and call.where.line
     if call.is_exchange:
         distances = [(peer - number) % size for peer in call.ranks]
@@ -55,7 +55,7 @@ def _seen_from(number: int, call: Collective, size: int) -> tuple[Any, ...]:
 
 
 def _is_sure(usual: tuple[Any, ...], made: Sequence[tuple[Any, ...]], exchanges: int) -> bool:
-    """Whether the next calls can be compared: at first, ranks differ by their roles in an exchange."""
+    """Whether the next calls can be compared: at first, ranks differ because their roles in an exchange do."""
     if not isinstance(usual[2], tuple) or exchanges > _ROLES_SHOW_AFTER:
         return True
     for call in made:
@@ -86,8 +86,8 @@ def by_habit(now: Scene, inside: set[int]) -> Finding | None:
 def _only_one_to_leave_a_habit(ways: Histories, inside: set[int]) -> tuple[int, int] | None:
     """The only rank that left its habit, and at which of its calls.
 
-    A habit that several ranks leave after as many calls has ended, as a loop does. Where there are but two ranks, it
-    counts only at a call that somebody had made before.
+    If several ranks leave a habit after the same number of calls, the habit has ended, like a loop. With only two ranks,
+    a departure counts only if the new call is one that some rank had made before.
     """
     turns: Counter[object] = Counter()
     left, known = [], set()
@@ -108,7 +108,7 @@ def _only_one_to_leave_a_habit(ways: Histories, inside: set[int]) -> tuple[int, 
 
 
 def _breaks_of_habit(calls: Sequence[Collective]) -> list[int]:
-    """The places where a rank did something else than it always had after the same calls, and never did so again."""
+    """The indexes where a rank departed from what it always did after the same calls, and did so only once."""
     steps = _steps(calls)
     found = []
     for i in range(2, len(steps)):
@@ -122,7 +122,7 @@ Step = tuple[object, str, int, tuple[int, ...]]
 
 
 def _steps(calls: Sequence[Collective]) -> list[Step]:
-    """Each call as a step: operation and line, group, how far its tag has moved on, and its peer."""
+    """Each call as a step: operation and line, group, how much its tag grew, and its peer."""
     steps: list[Step] = []
     last: dict[object, int] = {}
     for call in calls:
@@ -134,9 +134,9 @@ def _steps(calls: Sequence[Collective]) -> list[Step]:
 
 
 def _habit_broken_at(steps: Sequence[Step], i: int) -> int:
-    """How many calls made the habit that the i-th call broke; 0 where it broke none.
+    """The length of the habit that the i-th call broke; 0 if it broke none.
 
-    A habit is the longest run of calls before it that had come at least twice, always with the same call after it.
+    The habit is the longest run of calls just before it that had occurred twice or more, never with this call after it.
     """
     for length in range(min(_LONGEST_HABIT, i), 0, -1):
         after = []

@@ -1,4 +1,4 @@
-"""Who holds up ranks that wait for a process group to come up: one that asked amiss, or one that never came."""
+"""The ranks that keep a process group from coming up: they joined with wrong settings, or never came."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .places import makes_a_store
 from .waits import Scene, unlike
 
 _NOBODY_LISTENS = re.compile(r"connectFullMesh failed.*Connection refused", re.DOTALL)
-# Some stores are in a file, and have no port.
+# Some stores use a file and have no port.
 _PORT = re.compile(r":(\d+)$")
 
 
 def while_joining(now: Scene) -> Finding:
-    """Who holds up the ranks that wait in `init_process_group`, or for its store.
+    """The ranks that hold up those which wait in `init_process_group` or for its store.
 
     Example: rank 0 waits in init_process_group, rank 1 sleeps before it: rank 1.
     """
@@ -27,7 +27,7 @@ def while_joining(now: Scene) -> Finding:
 
 
 def _met_before(now: Scene) -> Finding | None:
-    """Some ranks join while the others have come through: the few join again, or a restart met old addresses."""
+    """Some ranks join while others have finished joining: a few join a second time, or a restart found old addresses."""
     joining = tuple(sorted(now.of_kind("joining")))
     came_through = len(joining) < now.size
     met, refused, restart = True, False, 0
@@ -67,18 +67,18 @@ def asked_amiss(now: Scene) -> Finding | None:
         return Finding(odd, "asked amiss", "init_elsewhere", now, detail=said)
     if not numbers and not sizes:
         return None
-    what = "under another rank's number" if numbers else f"for another world size than torchrun's {now.size}"
+    what = "with another rank's number" if numbers else f"with a world size other than torchrun's {now.size}"
     return Finding(tuple(numbers or sizes), "asked amiss", "init_waiting", now, detail=what)
 
 
 def _at_torchruns(asked: Mapping[int, str], now: Scene) -> tuple[int, ...]:
-    """Who looks for the store elsewhere than torchrun has it; where all do, who looks elsewhere than most."""
+    """The ranks that look for the store at a wrong address; if all do, those whose address differs from most."""
     astray = []
     for number, address in asked.items():
         if address != _one_name(now.at[number].rank.master):
             astray.append(number)
     if len(astray) < len(asked) or len(astray) < now.size:
-        # Where all that have come ask elsewhere alike, they wait for the one that has not.
+        # If all ranks that have come use a wrong address, they wait for those that have not come.
         return tuple(astray) if len(astray) < len(asked) else ()
     port, torchruns = _PORT.search(asked[astray[0]]), _PORT.search(now.at[astray[0]].rank.master)
     alike = len(set(asked.values())) == 1 and port and torchruns and port[1] != torchruns[1]
@@ -86,7 +86,7 @@ def _at_torchruns(asked: Mapping[int, str], now: Scene) -> tuple[int, ...]:
 
 
 def _at_own_stores(made: Mapping[int, str], now: Scene) -> tuple[int, ...]:
-    """Who makes or looks for another store than most; every rank where nobody has the one that all look for."""
+    """The ranks whose store differs from most; every rank, if no rank serves the store that all look for."""
     given_up = False
     for place in now.at.values():
         failure = place.rank.failure
@@ -96,5 +96,5 @@ def _at_own_stores(made: Mapping[int, str], now: Scene) -> tuple[int, ...]:
 
 
 def _one_name(address: str) -> str:
-    """The address, with one name for a host that calls itself."""
+    """The address, with one name for the loopback host."""
     return re.sub(r"^(127\.0\.0\.1|\[::1\]):", "localhost:", address)

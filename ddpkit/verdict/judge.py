@@ -1,4 +1,4 @@
-"""The verdict over a job: how did each rank end, who waits for whom, which rank differs."""
+"""The verdict on a job: how each rank ended, which rank waits for which, which rank differs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .torch_says import models_differ, named_by_a_barrier
 from .waits import Scene, first_given_up, scene, sinks
 from .words import sentence
 
-# A process closes its sockets a moment before it has ended.
+# A process closes its sockets shortly before it ends.
 _ENDING_TAKES_NS = 3_000_000_000
-# A rank that waits for less than so many of its own steps is in the middle of an ordinary one.
+# A rank that has waited for less time than this many of its steps is in the middle of a normal step.
 _STEPS_MISSED = 2
 _ROLES: dict[End, str] = {"passed": "passed", "own": "own", "parted": "unknown", "unknown": "unknown"}
 # These compare ranks with each other: question 3.
@@ -29,18 +29,18 @@ _LIKELY = ("majority", "loop", "step", "key", "next call", "habit", "debt", "if"
 
 
 def judge_job(attempts: Sequence[Sequence[Rank]], ending: Ending) -> Verdict:
-    """The verdict over the last attempt of a job; why there was a restart stands beside it."""
+    """The verdict on the last attempt of a job; after a restart the sentence also says what ended attempt 1."""
     verdict = judge(attempts[-1] if attempts else (), ending)
     if len(attempts) < 2 or not verdict.sentence:
         return verdict
-    # What follows a restart may be torch's own doing; why there was one is what the reader can mend.
+    # A failure after a restart may come from torch itself; the reader can fix what caused the restart.
     began = judge(attempts[0], Ending(agent_exitcode=1)).sentence
     said = verdict.sentence if began == verdict.sentence else f"{verdict.sentence} Before, in attempt 1: {began}"
     return replace(verdict, sentence=said)
 
 
 def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
-    """The verdict over one attempt of a job."""
+    """The verdict on one attempt of a job."""
     ended = ends(ranks)
     found = find(ranks, ended, ending)
     who = found.ranks
@@ -59,7 +59,7 @@ def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
 
 
 def find(ranks: Sequence[Rank], ended: Mapping[int, End], ending: Ending) -> Finding:
-    """The three questions in their order."""
+    """Ask the three questions of docs/verdict.md in order."""
     own, hurt = [], []
     for rank in ranks:
         if ended[rank.rank] == "own":
@@ -82,7 +82,7 @@ def find(ranks: Sequence[Rank], ended: Mapping[int, End], ending: Ending) -> Fin
 
 
 def _parted(ranks: Sequence[Rank]) -> Finding:
-    """Who met the others in another collective or with another model, where torch or gloo says that somebody did."""
+    """The ranks that joined another collective or built another model, where torch or gloo reports a mismatch."""
     now = scene(ranks)
     found = None if now.split else models_differ(ranks)
     if found:
@@ -92,7 +92,7 @@ def _parted(ranks: Sequence[Rank]) -> Finding:
 
 
 def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], ended: Mapping[int, End]) -> Finding:
-    """Where ranks only gave up, lost a peer or were told: the first wait given up says who; else who had left."""
+    """The culprit where ranks only gave up, lost a peer or were told: by the first wait given up, or a rank that left."""
     victim = min(hurt, key=failed_at)
     if victim.failure and victim.failure.at_fault:
         return Finding(victim.failure.at_fault, "named by a rank", "told_by_others", others=(victim.rank,))
@@ -111,9 +111,9 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], ended: Mapping[int,
 
 
 def _had_left(victim: Rank, ranks: Sequence[Rank], ended: Mapping[int, End]) -> tuple[int, ...]:
-    """The ranks that had ended well when the victim lost a peer: a closed connection points to who has ended.
+    """The ranks that had exited with 0 when the victim lost a peer: a closed connection points to a rank that ended.
 
-    Example: rank 1 leaves by os._exit(0), and rank 0 meets "Connection closed by peer": rank 1.
+    Example: rank 1 leaves by os._exit(0), and rank 0 gets "Connection closed by peer": rank 1.
     """
     by_then = failed_at(victim) + _ENDING_TAKES_NS
     place = place_of(victim)
@@ -126,7 +126,7 @@ def _had_left(victim: Rank, ranks: Sequence[Rank], ended: Mapping[int, End]) -> 
 
 
 def _of_an_ended_job(ranks: Sequence[Rank], ending: Ending) -> Finding:
-    """Who held up a job that ddpkit ended, if nothing moved by then; otherwise nobody."""
+    """The ranks that held up a job that ddpkit ended, if nothing moved by then; otherwise nobody."""
     told_ns = [rank.told_ns for rank in ranks if rank.told]
     before = []
     for rank in ranks:
@@ -152,14 +152,14 @@ def _stood_still(ranks: Sequence[Rank]) -> bool:
 
 
 def standstill(ranks: Sequence[Rank]) -> Finding:
-    """Who holds up a job in which nothing moves, also where ranks have given up before and caught that."""
+    """The ranks that hold up a job in which nothing moves, also if a rank gave up a wait earlier and caught the error."""
     moment = first_given_up(ranks, ends(ranks))
     found = holds_up(ranks, moment)
     return found if found.ranks or moment is None else holds_up(ranks)
 
 
 def holds_up(ranks: Sequence[Rank], at_ns: int | None = None) -> Finding:
-    """Who holds the job up, by questions 2 and 3: as it was found, or when the first wait was given up."""
+    """The ranks that hold the job up, by questions 2 and 3: as it was found, or when the first wait was given up."""
     if not ranks:
         return Finding((), "unknown", "unknown")
     now = scene(ranks, at_ns)
@@ -169,7 +169,7 @@ def holds_up(ranks: Sequence[Rank], at_ns: int | None = None) -> Finding:
     found = found or asked_amiss(now) or _holds_a_lock(now)
     if not found and not now.waiting:
         found = _nobody_waits(now)
-    # Gloo can let mismatched collectives pass, and the odd rank go on: where ranks split comes first.
+    # Gloo can let mismatched collectives pass, and the odd rank goes on: so look for a split first.
     found = found or by_groups(now, set(now.at)) or by_majority(now, set(now.at))
     if found:
         return found
@@ -178,13 +178,13 @@ def holds_up(ranks: Sequence[Rank], at_ns: int | None = None) -> Finding:
 
 
 def _end_of_the_waits(now: Scene, free: Sequence[int]) -> Finding:
-    """The ranks that others wait for and that wait for nobody; what they do instead names the failure.
+    """The ranks that others wait for and that wait for nobody; what they do instead gives the failure its name.
 
-    Nobody is named where most ranks sit at one line, as for something outside of torch.distributed.
+    If most ranks are idle at one line, they probably wait for something outside torch.distributed: nobody is named.
     """
     first = now.at[free[0]]
     waiters = [number for number in now.at if now.waits[number] & set(free) and number not in free]
-    # The wait in which nobody else is missing, rather than one that only follows from it.
+    # The rank that waits for the fewest others: the other waits follow from this one.
     nearest = now.at[min(waiters, key=lambda number: (len(now.waits[number]), number))]
     kinds = {"left": "left_early", "late": "straggler", "loading": _kind_of_loading(now, free)}
     kind = kinds.get(first.kind) or _kind_of_wait(now, nearest)
@@ -204,16 +204,16 @@ def _kind_of_wait(now: Scene, waiter: Place) -> str:
 
 
 def _kind_of_loading(now: Scene, loading: Sequence[int]) -> str:
-    """Whether a worker has died, which torch notices only every 5 s, or is stuck."""
+    """Whether a worker has died (torch checks only every 5 s) or is stuck."""
     looks = [now.at[number].rank.look for number in loading]
     return "loader_dead" if any(look and look.dead_workers for look in looks) else "loader_stuck"
 
 
 def _on_its_way(late: Place, waiter: Place, now: Scene) -> bool:
-    """Whether a rank that computed, slept or was at the disk would have come to the call in which another waited.
+    """Whether a rank that computed, slept or waited for the disk would still have reached the call another waited in.
 
-    By their lines in the innermost function that both are in, it was before that call, or in an earlier turn of a loop of
-    which each turn comes to it.
+    Compares their lines in the innermost function that both are in: the late rank is before that call, or in an earlier
+    turn of a loop that makes that call in every turn.
     """
     call = waiter.collective
     sleeps = late.kind == "idle" and late.line is not None and "sleep(" in late.line.source
@@ -253,7 +253,7 @@ def _holds_a_lock(now: Scene) -> Finding | None:
 
 
 def _nobody_waits(now: Scene) -> Finding:
-    """Ranks that are busy, idle or at their loader, with nobody who waits for them."""
+    """The ranks to name where no rank waits for another: at their DataLoader, or all alike at one line."""
     loading = sorted(now.of_kind("loading"))
     if loading:
         return Finding(tuple(loading), "nobody waits", _kind_of_loading(now, loading), now)

@@ -1,4 +1,4 @@
-"""Which rank differs, where the waits form a circle. Question 3 of docs/verdict.md; `habits.py` has two more rules."""
+"""Which rank differs if the waits form a circle. Question 3 of docs/verdict.md; `habits.py` has two more rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENOUGH_MESSAGES = 2
 
 
 def odd_one(now: Scene, everyone: bool = False) -> Finding:
-    """The rank that differs where the waits form a circle, by the first rule that names one."""
+    """The rank that differs, by the first rule that names one."""
     inside = set(now.at) if everyone else circle(now) or set(now.at)
     for rule in RULES:
         found = rule(now, inside)
@@ -31,7 +31,7 @@ def odd_one(now: Scene, everyone: bool = False) -> Finding:
 
 
 def by_groups(now: Scene, inside: set[int]) -> Finding | None:
-    """The ranks whose `new_group` names other ranks than most; nobody where each names a group of its own.
+    """The ranks whose `new_group` names other ranks than most; nobody, if each rank names a group with itself in it.
 
     Example: ranks 0, 1 and 3 call new_group([0, 1, 2]), rank 2 calls new_group([0, 1]): rank 2.
     """
@@ -44,7 +44,7 @@ def by_groups(now: Scene, inside: set[int]) -> Finding | None:
         own, said = True, []
         for number, ranks in named.items():
             own = own and ranks is not None and number in ranks
-            said.append(f"rank {number} named {'no further one' if ranks is None else list(ranks) or 'all'}")
+            said.append(f"rank {number} named {'no further group' if ranks is None else list(ranks) or 'all'}")
         odd = () if own else minority(named)
         kind = "never_joined" if odd and set(map(named.get, odd)) == {None} else "mismatch"
         return Finding(odd, "groups", kind, now, detail="; ".join(said)) if odd or None not in asked else None
@@ -63,7 +63,7 @@ def by_majority(now: Scene, inside: set[int]) -> Finding | None:
 
 
 def by_exception(now: Scene, inside: set[int]) -> Finding | None:
-    """The only rank that handles an exception of its own, or whose thread died of one, while the others wait.
+    """The only rank that handles an exception of its own, or whose thread died with one, while the others wait.
 
     Example: rank 1 raises ValueError and waits in the barrier of its `finally`; rank 0 waits in all_reduce: rank 1.
     """
@@ -80,9 +80,9 @@ def by_exception(now: Scene, inside: set[int]) -> Finding | None:
 
 
 def by_loop(now: Scene, inside: set[int]) -> Finding | None:
-    """The rank that has left a loop in which the others still are; nobody where each has left one.
+    """The rank that has left a loop while the others are still in it; nobody, if loops disagree.
 
-    Example: rank 0 is in all_reduce #13 in a loop, rank 1 has come out of it and is in barrier #13: rank 1.
+    Example: rank 0 is in all_reduce #13 in a loop, rank 1 has left that loop and is in barrier #13: rank 1.
     """
     last = now.split or _calls_waited_in(now, inside)
     found = {}
@@ -101,7 +101,7 @@ def by_loop(now: Scene, inside: set[int]) -> Finding | None:
 
 
 def _calls_waited_in(now: Scene, inside: set[int]) -> dict[int, Collective]:
-    """The collectives in which ranks wait for each other; empty where one waits for a message."""
+    """The collectives in which ranks wait for each other; empty if one of them waits for a message."""
     found = {}
     for number in inside:
         place = now.at[number]
@@ -112,7 +112,7 @@ def _calls_waited_in(now: Scene, inside: set[int]) -> dict[int, Collective]:
 
 
 def _has_left(number: int, loop: str, theirs: Collective, now: Scene, last: Mapping[int, Collective]) -> bool:
-    """Whether a rank was in that loop and has left it, rather than begun the next turn of a loop around it."""
+    """Whether a rank was in that loop and has left it, and is not just in the next turn of a loop around it."""
     if not any(loop in now.loops(call) for call in now.calls[number]):
         return False
     for outer in now.loops(last[number]):
@@ -122,9 +122,9 @@ def _has_left(number: int, loop: str, theirs: Collective, now: Scene, last: Mapp
 
 
 def by_step(now: Scene, inside: set[int]) -> Finding | None:
-    """The ranks that came to a known call by a step that no rank had ever made, where the others went on as ever.
+    """The ranks that made a known call in an order that no rank had used, while the others kept their order.
 
-    Example: after backward all have always called barrier; rank 1 goes from backward to backward: rank 1.
+    Example: after backward, all ranks have always called barrier; rank 1 goes from backward to backward: rank 1.
     """
     before = {number: _calls_before(call, number, now) for number, call in now.split.items()}
     odd = []
@@ -139,7 +139,7 @@ def by_step(now: Scene, inside: set[int]) -> Finding | None:
 
 
 def _calls_before(call: Collective, number: int, now: Scene) -> list[object]:
-    """The calls that a rank had made in a group before that one."""
+    """The calls that a rank had made before that one in the same process group."""
     found: list[object] = []
     for earlier in now.calls[number]:
         if earlier.group == call.group and earlier.seq < call.seq:
@@ -153,7 +153,7 @@ def _is_known(call: Collective, now: Scene) -> bool:
 
 
 def by_key(now: Scene, inside: set[int]) -> Finding | None:
-    """The only rank that is to set the key for which others wait, and that waits itself.
+    """The only rank that must set the key for which others wait, and that waits itself.
 
     Example: rank 0 waits for "done/2"; rank 1, which set "done/0" and "done/1", waits in all_reduce #4: rank 1.
     """
@@ -168,7 +168,7 @@ def by_key(now: Scene, inside: set[int]) -> Finding | None:
 
 
 def by_debt(now: Scene, inside: set[int]) -> Finding | None:
-    """The rank that sent its waiter one message fewer than it sent to others, or than others sent.
+    """The rank that sent the waiting rank one message fewer than it sent to others, or than others sent.
 
     Example: rank 2 waits to receive from rank 1, which sent 2 messages to rank 2 and 3 to rank 0: rank 1.
     """
@@ -192,7 +192,7 @@ def _is_one_short(number: int, peer: int, now: Scene) -> bool:
 
 
 def by_if(now: Scene, inside: set[int]) -> Finding | None:
-    """The ranks that alone came to a call that nobody had ever made, by an `if` about the rank.
+    """The ranks that made a call no rank had made before, because of an `if` about the rank.
 
     Example: `if me == 0: dist.barrier()`; rank 0 is in barrier #8, rank 1 in all_reduce #8: rank 0.
     """
@@ -206,7 +206,7 @@ def by_if(now: Scene, inside: set[int]) -> Finding | None:
     return Finding(tuple(led), "if", "mismatch", now, now.split, detail=next(iter(led.values())))
 
 
-# The first that names somebody decides.
+# The first rule that names a rank decides.
 RULES: tuple[Rule, ...] = (
     *(by_groups, by_majority, by_exception, by_loop, by_step, by_key, by_next_call),
     *(by_habit, by_debt, by_if),

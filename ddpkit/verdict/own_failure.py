@@ -1,4 +1,4 @@
-"""Which of the ranks that failed by themselves was first, or made all the others fail. Question 1 of docs/verdict.md."""
+"""Which of the ranks that failed by themselves failed first, or made the others fail. Question 1 of docs/verdict.md."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .waits import minority, scene
 
 _TIE_NS = 1_000_000
 _CLOSED = {"EOFError", "BrokenPipeError", "ConnectionResetError", "ConnectionRefusedError"}
-# Which of 0 and 1 decides what all ranks get.
+# For each reduction, which of 0 and 1 decides the result on all ranks.
 _DECIDES = {"SUM": 1, "MAX": 1, "MIN": 0, "PRODUCT": 0}
 
 
 def by_own_failure(own: Sequence[Rank], ranks: Sequence[Rank]) -> Finding:
-    """Own failures compete by time; where all are alike, none is first.
+    """The earliest own failure; if all own failures are alike, all of their ranks.
 
     Example: rank 1 raises ValueError, rank 0 loses its connection to it: rank 1.
     """
@@ -40,7 +40,7 @@ def by_own_failure(own: Sequence[Rank], ranks: Sequence[Rank]) -> Finding:
 
 
 def _by_a_thread(own: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
-    """The only rank whose thread died of an exception, where the others found the end of a pipe or socket closed."""
+    """The only rank whose thread died with an exception, where the failures are closed pipes or sockets."""
     dead = [rank for rank in ranks if rank.thread_died_of]
     if len(dead) != 1 or not set(map(_type, own)) <= _CLOSED:
         return None
@@ -58,7 +58,7 @@ def _likeness(rank: Rank) -> object:
 
 
 def _made_all_fail(own: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
-    """Where every rank failed alike: who had met the others in another collective, or brought another number."""
+    """Where every rank failed alike: the ranks that had joined another collective or brought another number."""
     now = scene(ranks)
     if now.split:
         found = odd_one(now, everyone=True)
@@ -68,7 +68,7 @@ def _made_all_fail(own: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None
 
 
 def _by_nan(own: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
-    """The ranks that alone held nan in a variable that the others have as a number.
+    """The ranks that had nan in a variable where the others had a number.
 
     Example: both raise FloatingPointError; rank 1 has nan in `loss`, rank 0 has 0.3 there: rank 1.
     """
@@ -85,7 +85,7 @@ def _by_nan(own: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:
 
 
 def _by_numbers(ranks: Sequence[Rank]) -> Finding | None:
-    """Whose number was another, or not finite, in the last collective to which all ranks came.
+    """The ranks whose number was different, or not finite, in the last collective that all ranks joined.
 
     Example: both ranks raise after all_reduce #6, to which rank 0 brought 0 and rank 1 brought 1: rank 1.
     """
@@ -106,7 +106,7 @@ def _by_numbers(ranks: Sequence[Rank]) -> Finding | None:
 
 
 def _set_the_flag(brings: Mapping[int, float], reduces: str) -> tuple[int, ...]:
-    """The ranks whose flag decided what all ranks got; () where there is no flag, or all had set it."""
+    """The ranks whose flag decided the result on all ranks; () if there is no flag, or all ranks had set it."""
     if reduces not in _DECIDES or not set(brings.values()) <= {0, 1}:
         return ()
     decided = []

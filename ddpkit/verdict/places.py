@@ -22,25 +22,25 @@ from ddpkit.runfolder.ranks import Rank
 
 Kind = Literal["left", "late", "stopped", "waiting", "joining", "loading", "busy", "idle", "unknown"]
 
-# With more ranks than cores each gets a part of one; a rank that sleeps or polls uses next to nothing.
+# With more ranks than cores, each gets part of a core; a rank that sleeps or polls uses almost nothing.
 BUSY_FROM = 0.15
-# A call that was over sooner may have gone on by itself, as with async_op=True.
+# A call that ended sooner may have been asynchronous, as with async_op=True.
 WAITS_FROM_S = 1.0
-# A rank that waits for less than this is in the middle of an ordinary step.
+# A rank that has waited for less than this is in the middle of a normal step.
 STILL_FROM_S = 2.0
 
-# Where a program meets a collective that it began earlier; on a GPU that is at any look at a value.
+# Where a program waits for a collective that it started earlier; on a GPU, wherever it reads a value.
 _AWAITING = re.compile(r"\.(wait|synchronize|item|tolist|cpu|numpy)\(")
-# A wait in C++ that nothing else records, for a send or receive that was begun.
+# A wait in C++ that nothing else records, for a send or receive that was started.
 _UNRECORDED = re.compile(r"\.(wait|synchronize)\(")
 _MAKES_STORE = re.compile(r"\bTCPStore\(")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank is: in which way, at which of the user's own lines, in which collective if it waits in one.
+    """Where one rank is: the kind of place, the user's own line, and the collective if it waits in one.
 
-    `pairwise`: it waits for a send, a receive or a key, so that not everybody need come.
+    `pairwise`: it waits for a send, a receive or a key, which does not need every rank.
     """
 
     rank: Rank
@@ -51,12 +51,12 @@ class Place:
 
     @property
     def at_disk(self) -> bool:
-        """Whether it waits for a disk or a network file system, by the system's own word."""
+        """Whether the operating system says that it waits for a disk or a network file system."""
         return self.kind == "idle" and self.rank.look is not None and self.rank.look.state == "disk-sleep"
 
 
 def place_of(rank: Rank, at_ns: int | None = None) -> Place:
-    """Where a rank is; for one that failed, where it was then; with `at_ns`, where it was at that moment."""
+    """Where a rank is; if it failed, where it failed; with `at_ns`, where it was at that moment."""
     if at_ns and any(call.at_ns > at_ns for call in rank.collectives):
         return Place(rank, "late")
     waits_in = next((call for call in rank.collectives if not call.done), None)
@@ -81,7 +81,7 @@ def _where_it_failed(rank: Rank, waits_in: Collective | None) -> Place:
 
 
 def _where_it_is(rank: Rank, waits_in: Collective | None) -> Place:
-    """Where a living rank is, by its stack: a collective that runs beside it holds nobody up."""
+    """Where a living rank is, by its stack: a collective that runs in the background does not block it."""
     frames, line = rank.stack_frames, rank.at
     if rank.joining and is_joining(frames, once_more=rank.came_up):
         return Place(rank, "joining", line or rank.joining.where)
@@ -95,13 +95,13 @@ def _where_it_is(rank: Rank, waits_in: Collective | None) -> Place:
     if not frames:
         return Place(rank, "unknown")
     assert rank.look is not None
-    # A GPU that computes while no collective is open computes for this rank; an open one keeps it busy by waiting.
+    # A GPU that is busy while no collective is open computes for this rank; an open collective keeps it busy by waiting.
     on_gpu = 0.0 if waits_in else rank.look.gpu_busy or 0.0
     return Place(rank, "busy" if max(rank.look.busy, on_gpu) >= BUSY_FROM else "idle", line, waits_in)
 
 
 def unmoved_s(rank: Rank) -> float:
-    """Seconds for which a rank had not moved when it was looked at, whatever a thread of it may print."""
+    """Seconds for which a rank had made no progress when it was looked at, even if one of its threads prints."""
     if rank.look is None:
         return 0.0
     waits_in = place_of(rank).collective
@@ -110,20 +110,20 @@ def unmoved_s(rank: Rank) -> float:
 
 
 def peers(place: Place) -> tuple[int, ...]:
-    """The ranks that a wait for a send or receive may be for; () where that is not known."""
+    """The ranks that a send or receive may wait for; () where that is not known."""
     return place.rank.made.requested
 
 
 def makes_a_store(place: Place) -> bool:
-    """Whether a rank is at the line where it makes a store, which waits in C++ for the others."""
+    """Whether a rank is at the line that makes a TCPStore, which waits in C++ for the others."""
     return place.line is not None and bool(_MAKES_STORE.search(place.line.source))
 
 
 def _waits_unseen(rank: Rank, inner: Sequence[Frame], waits_in: Collective | None) -> bool:
-    """Whether a rank waits whose innermost call is none of torch.distributed's: in backward, at a look at a value.
+    """Whether a rank waits although its innermost call is not torch.distributed's: in backward, or reading a value.
 
-    Backward may also compute. Where the collectives are known, one must be open; where not, the rank must be idle. A
-    `wait` of Python's own, for a process or a thread, has frames below the user's line; torch's has none.
+    Backward may also compute. If the collectives are known, one must be open; if not, the rank must be idle. Python's
+    own `wait`, for a process or a thread, has frames below the user's line; torch's has none.
     """
     in_backward = is_in(inner, BACKWARD)
     source = rank.at.source if rank.at and not inner else ""
@@ -134,5 +134,5 @@ def _waits_unseen(rank: Rank, inner: Sequence[Frame], waits_in: Collective | Non
 
 
 def awaits(place: Place) -> bool:
-    """Whether the line of a rank waits for what was begun at an earlier one."""
+    """Whether a rank's line waits for something that an earlier line started."""
     return place.line is not None and bool(_AWAITING.search(place.line.source))

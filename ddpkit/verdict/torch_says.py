@@ -1,4 +1,4 @@
-"""What torch itself says of who is at fault: a barrier names its missing ranks, DDP compares the models."""
+"""What torch itself says about the rank at fault: a barrier names its missing ranks, DDP compares the models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REFERENCE = re.compile(
 
 
 def named_by_a_barrier(ranks: Sequence[Rank]) -> Finding | None:
-    """The ranks that monitored_barrier says were missing; it counts them within its group.
+    """The ranks that monitored_barrier says were missing; it numbers them within its process group.
 
     Example: "Ranks 1 failed to pass monitoredBarrier" in a group of ranks 2 and 3: rank 3.
     """
@@ -67,5 +67,5 @@ def models_differ(ranks: Sequence[Rank]) -> Finding | None:
 
 
 def _in_group(place: str, group: tuple[int, ...]) -> int:
-    """The global rank of a rank that DDP counts within its group."""
+    """The global rank for a rank number within a process group."""
     return group[int(place)] if int(place) < len(group) else int(place)

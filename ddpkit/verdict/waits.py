@@ -1,4 +1,4 @@
-"""Who waits for whom, as a graph of ranks at one moment. Question 2 of docs/verdict.md."""
+"""Which rank waits for which, as a graph at one moment. Question 2 of docs/verdict.md."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Scene:
-    """Where every rank is at one moment, and the calls that it had made by then.
-
-    `at_ns` is the moment at which the first wait was given up; None: as it was found when nothing moved.
-    """
+    """Where every rank is, and the calls it had made: at `at_ns`, the first wait given up, or when nothing moved (None)."""
 
     at: dict[int, Place]
     calls: dict[int, list[Collective]]
@@ -31,7 +28,7 @@ class Scene:
 
     @cached_property
     def program(self) -> Program:
-        """What the ranks ran."""
+        """The source of what the ranks ran."""
         first = next(iter(self.at.values()))
         return Program(sources(first.rank.folder.parents[2]))
 
@@ -40,7 +37,7 @@ class Scene:
         return self.program.loops(call.path)
 
     def in_an_earlier_turn(self, late: Place, call: Collective) -> bool:
-        """Whether a rank is in a loop of which each turn comes to that call."""
+        """Whether a rank is in a loop that makes that call in every turn."""
         around = self.program.loops(late.rank.path)
         return not set(around).isdisjoint(self.program.every_turn(call.path))
 
@@ -51,12 +48,12 @@ class Scene:
 
     @cached_property
     def split(self) -> Together:
-        """The first collective that ranks joined as different ones; empty without."""
+        """The first place where ranks joined different collectives under one number; empty if there is none."""
         return first_split(self.calls)
 
     @cached_property
     def waits(self) -> dict[int, set[int]]:
-        """The arrows: each rank, and the ranks that it waits for."""
+        """The arrows: for each rank, the ranks that it waits for."""
         return {number: waits_for(place, self) for number, place in self.at.items()}
 
     @property
@@ -87,12 +84,12 @@ class Scene:
         return found
 
     def _has_come_to(self, number: int, call: Collective) -> bool:
-        """Whether a rank has joined that collective, or a later one of the group."""
+        """Whether a rank has joined that collective, or a later one of its process group."""
         return any(own.key[:2] == call.key[:2] and own.seq >= call.seq for own in self.calls[number])
 
 
 def scene(ranks: Sequence[Rank], at_ns: int | None = None) -> Scene:
-    """Everything as it was at that moment, or as it was found when nothing moved."""
+    """Where the ranks were at that moment, or as they were found when nothing moved."""
     calls = {rank.rank: [call for call in rank.calls if not at_ns or call.at_ns <= at_ns] for rank in ranks}
     now = Scene({rank.rank: place_of(rank, at_ns) for rank in ranks}, calls, at_ns)
     for number, place in now.at.items():
@@ -101,7 +98,7 @@ def scene(ranks: Sequence[Rank], at_ns: int | None = None) -> Scene:
 
 
 def _in_a_wait(place: Place, now: Scene) -> Place:
-    """The same place, as a wait where the rank was in a call that needed others."""
+    """The same place; a wait, if the rank was in a call that needed other ranks."""
     if now.at_ns:
         for call in place.rank.collectives:
             if call.at_ns <= now.at_ns <= call.over_ns:
@@ -114,9 +111,9 @@ def _in_a_wait(place: Place, now: Scene) -> Place:
 
 
 def _in_what_it_had_begun(place: Place, now: Scene) -> Place:
-    """The same place, in the first collective to which others have not come, for a rank that gave it up.
+    """The same place, in the first collective that others have not joined, for a rank that gave it up.
 
-    Its own record has that one as done by then: it was begun at an earlier line, or its error was caught.
+    The rank's record says that this collective is done: it began at an earlier line, or its error was caught.
     """
     rank = place.rank
     if place.collective or place.pairwise or place.kind != "waiting" or rank.failure is None:
@@ -134,9 +131,9 @@ def _in_what_it_had_begun(place: Place, now: Scene) -> Place:
 
 
 def first_given_up(ranks: Sequence[Rank], ends: Mapping[int, End]) -> int | None:
-    """The moment at which the first wait was given up; None where none was.
+    """When the first wait was given up; None if no wait was.
 
-    Example: rank 0 gave up all_reduce #4 after 2 s and left; rank 1 came to it after 4 s: the arrows are those of 2 s.
+    Example: rank 0 gave up all_reduce #4 after 2 s and left; rank 1 came to it after 4 s: draw the arrows as of 2 s.
     """
     moments = []
     for rank in ranks:
@@ -149,7 +146,7 @@ def first_given_up(ranks: Sequence[Rank], ends: Mapping[int, End]) -> int | None
 
 
 def waits_for(place: Place, now: Scene) -> set[int]:
-    """The ranks that one rank waits for: members, its peer, a setter, who has not come, or the holder of a lock."""
+    """The ranks that one rank waits for: group members, its peer, the setter of a key, or the holder of a lock."""
     look, everybody = place.rank.look, set(now.at)
     if look and look.locked_by in now.at:
         return {look.locked_by}
@@ -167,7 +164,7 @@ def waits_for(place: Place, now: Scene) -> set[int]:
 
 
 def setters(place: Place, now: Scene) -> set[int]:
-    """Who is to set the keys that a rank waits for; if the keys do not tell, whoever does not wait for keys."""
+    """The ranks that must set the keys a rank waits for; if the keys do not tell, the ranks that wait for no key."""
     found = owners(place, now)
     if found:
         return found
@@ -177,13 +174,13 @@ def setters(place: Place, now: Scene) -> set[int]:
             at_keys.add(number)
         if other.rank.awaited == place.rank.awaited:
             same.add(number)
-    # Where all wait for keys, those who wait for another one than most.
+    # If all ranks wait for keys, the setters are the ranks that wait for a different one.
     camp = same if len(at_keys) == now.size else at_keys
     return set(now.at) - camp if 2 * len(camp) >= now.size else set()
 
 
 def owners(place: Place, now: Scene) -> set[int]:
-    """The other ranks to which the keys that a rank waits for belong, as far as the keys tell."""
+    """The other ranks that own the keys a rank waits for, as far as the keys tell."""
     already: set[str] = set()
     for other in now.at.values():
         already |= set(other.rank.made.keys_set)
@@ -195,7 +192,7 @@ def owners(place: Place, now: Scene) -> set[int]:
 
 
 def owner_of(key: str, now: Scene) -> set[int]:
-    """The rank whose number a key bears, as the keys like it do; or who alone has set keys like it.
+    """The rank whose number is in a key, as in similar keys; or the only rank that has set similar keys.
 
     Example: rank 0 set "done/0/2" and rank 1 set "done/1/2"; the key "done/1/3" belongs to rank 1.
     """
@@ -235,12 +232,12 @@ def sinks(now: Scene) -> list[int]:
         last.append(number)
         if place.kind not in ("waiting", "joining"):
             free.append(number)
-    # One that waits for nobody known is where the waits end, too, unless ranks met in different collectives.
+    # A waiting rank that waits for no known rank also ends the waits, unless ranks joined different collectives.
     return last if not free and len(last) == 1 and not now.split else free
 
 
 def circle(now: Scene) -> set[int]:
-    """The ranks that wait, by way of others, for themselves."""
+    """The ranks that are part of a circle of waits."""
     found = set()
     for number in now.waits:
         seen: set[int] = set()
@@ -255,21 +252,21 @@ def circle(now: Scene) -> set[int]:
 
 
 def minority(by_rank: Mapping[int, Hashable]) -> tuple[int, ...]:
-    """The ranks that have something else than more than half have; () without a majority."""
+    """The ranks whose value differs from that of more than half; () without a majority."""
     usual, votes = Counter(by_rank.values()).most_common(1)[0] if by_rank else (None, 0)
     odd = [number for number in sorted(by_rank) if by_rank[number] != usual]
     return tuple(odd) if 2 * votes > len(by_rank) else ()
 
 
 def unlike(by_rank: Mapping[int, Hashable]) -> tuple[int, ...]:
-    """The ranks that have something else than most; all of three or more where no two agree."""
+    """The ranks whose value differs from most; all ranks, if there are at least three and no two agree."""
     if len(by_rank) > 2 and len(set(by_rank.values())) == len(by_rank):
         return tuple(sorted(by_rank))
     return minority(by_rank)
 
 
 def kind_of_odd(now: Scene, who: set[int]) -> str:
-    """What the failure is where one of the ranks in a circle is odd: by what they wait in."""
+    """The failure's kind if one of the ranks in a circle is odd, by what the ranks wait in."""
     if not who or len(who) == now.size:
         return "mismatch" if now.split else "all_waiting"
     calls, by_pairs, for_them = set(), False, False

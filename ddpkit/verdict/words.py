@@ -21,8 +21,8 @@ _NOBODY = Rank(-1, -1, 0, Path(), None)
 
 @dataclass(frozen=True)
 class Facts:
-    """What a sentence is made of. `who`: `rank 1` or `every rank`; `first` and `other`: the first that is at fault, and the
-    first that the finding names beside; `places`: where everybody was."""
+    """The facts of a sentence. `who`: `rank 1` or `every rank`; `first`: the first rank at fault; `other`: the first of the
+    finding's `others`; `places`: where each rank was."""
 
     found: Finding
     ranks: Mapping[int, Rank]
@@ -48,7 +48,7 @@ def sentence(found: Finding, ranks: Sequence[Rank], ending: Ending) -> str:
         said = said.replace(f". {begins}", f". {begins.capitalize()}")
     if not said.startswith("torchrun"):
         said = said[:1].upper() + said[1:]
-    return " ".join(filter(None, [said, _why_ended(ending)]))
+    return " ".join(filter(None, [said.rstrip(), _why_ended(ending)]))
 
 
 def _why_ended(ending: Ending) -> str:
@@ -65,13 +65,13 @@ def _do(numbers: Sequence[int], one: str, more: str) -> str:
 
 
 def _does(f: Facts) -> str:
-    """What the ranks at fault do instead; the first speaks for all."""
+    """What the first of the ranks at fault does instead of joining."""
     some = f.found.ranks
     return f"{'it' if len(some) == 1 else ranks_said(some[:1])} {doing(f.places[some[0]])}.{helper(f.places[some[0]])}"
 
 
 def _each(f: Facts, some: Iterable[int] | None = None) -> str:
-    """`rank 0 waits in barrier #4; rank 1 sits at line 9`, of all ranks or of some."""
+    """`rank 0 waits in barrier #4; rank 1 sits at line 9`, for all ranks or for some."""
     return "; ".join(
         f"rank {number} {doing(f.places[number])}" for number in sorted(f.places if some is None else some)
     )
@@ -142,13 +142,13 @@ def _never(f: Facts) -> str:
 
 
 def _who_waits(f: Facts) -> str:
-    """`rank 0 waits for it.`, or who waits where if not all wait in the same call."""
+    """`rank 0 waits for it.`, or where each rank waits if they wait in different calls."""
     waits = f.found.now.waits if f.found.now else {}
     held = [number for number, whom in sorted(waits.items()) if whom and number not in f.found.ranks]
     if len({doing(f.places[number]) for number in held}) > 1:
         return f"{_each(f, held)}."
     if any(f.ranks[number].failure for number in held):
-        return f"{ranks_said(held)} waited in vain."
+        return f"{ranks_said(held)} waited for it and failed."
     return f"{_do(held, 'waits', 'wait')} for it." if held else ""
 
 
@@ -202,7 +202,8 @@ def _joined(f: Facts) -> str:
 def _loop(f: Facts) -> str:
     now, loop = f.found.now, f.found.detail
     in_it = now is not None and loop in now.loops(f.found.calls[f.found.ranks[0]])
-    return f"{f.who} {'is still in' if in_it else 'has left'} the loop in line {loop.rpartition(':')[2]}."
+    said = _do(f.found.ranks, *(("is still in", "are still in") if in_it else ("has left", "have left")))
+    return f"{said} the loop in line {loop.rpartition(':')[2]}."
 
 
 def _call(f: Facts, number: int | None = None) -> str:
@@ -232,7 +233,8 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "told": _told,
     "told/unknown": lambda f: f"{_other_did(f)} Which rank failed is not recorded: the culprit cannot be told.",
     "left": lambda f: (
-        f"{f.who} left early with exit code 0{at(f.first.left_at)}; rank {f.other.rank} lost it{_at(f.other)}."
+        f"{f.who} left early with exit code 0{at(f.first.left_at)}; "
+        f"rank {f.other.rank} lost {'it' if len(f.found.ranks) == 1 else 'them'}{_at(f.other)}."
     ),
     "models differ": lambda f: f"the ranks built different models: {f.found.detail}. {_differs(f)}",
     "monitored barrier": lambda f: f"{f.who} never came to the barrier of rank {f.other.rank}{_at(f.other)}.",
@@ -244,35 +246,35 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "signal/stopped_process": _stopped,
     "asked amiss": lambda f: f"{f.who} asked to join {f.found.detail}. {_who_joins(f)}",
     "asked amiss/init_elsewhere": lambda f: (
-        f"{f.who} looked at a wrong address: {f.found.detail}. torchrun has the store at {f.first.master}."
+        f"{f.who} looked for the store at a wrong address: {f.found.detail}. torchrun's is at {f.first.master}."
     ),
     "restart": lambda f: (
         f"in attempt {f.ranks[min(f.ranks)].attempt + 1} {_who_joins(f)} "
-        "The store may have kept addresses of ranks that are gone."
+        "The store may still hold addresses of ranks that have ended."
     ),
-    "absent": lambda f: f"{f.who} never came there; {_does(f)} {_who_joins(f)}",
+    "absent": lambda f: f"{f.who} never joined; {_does(f)} {_who_joins(f)}",
     # Question 3.
     "groups": lambda f: f"not all ranks make the same process groups: {f.found.detail}. {_differs(f)}",
-    "majority/never_joined": lambda f: f"{_who_joins(f)} All others have long come through it.",
-    "majority": lambda f: f"{f.who} joined another collective than most.",
-    "exception": lambda f: f"{f.who} failed of {f.found.detail}; {_does(f)}",
+    "majority/never_joined": lambda f: f"{_who_joins(f)} All other ranks have already returned from it.",
+    "majority": lambda f: f"{f.who} joined a different collective than most ranks.",
+    "exception": lambda f: f"{f.who} failed with {f.found.detail}; {_does(f)}",
     "loop": _loop,
-    "step": lambda f: f"{f.who} came to {_call(f)} by a step that no rank had made before.",
+    "step": lambda f: f"{f.who} called {_call(f)} in an order that no rank had used before.",
     "key": lambda f: f"{_never(f)}; {_does(f)}",
     "next call": lambda f: (
         f"{f.who} called {_call(f)}; after the same calls, most ranks called "
         f"{_call(f, min(set(f.found.calls) - set(f.found.ranks)))}."
     ),
     "habit": lambda f: f"{f.who} called {_call(f, 1)} after {_call(f, 0)}, as it had never done before.",
-    "debt": lambda f: f"{f.who} has sent one message fewer than it sent to others, or than others sent.",
-    "if": lambda f: f"{f.who} alone came there, by the `if` in {f.found.detail}.",
+    "debt": lambda f: f"{f.who} sent one message too few, compared with what it sent to others or what they sent.",
+    "if": lambda f: f"only {f.who} called {_call(f)}, because of the `if` in {f.found.detail}.",
     "cannot be told": _untold,
-    "cannot be told/init_waiting": lambda f: f"{_who_joins(f)} Why they do not meet cannot be told.",
+    "cannot be told/init_waiting": lambda f: f"{_who_joins(f)} Why they do not find each other cannot be told.",
     # The job as a whole.
     "unknown": _untold,
     "unknown/agent_failed": lambda f: f"torchrun ended before any rank had started: {f.ending.agent_error}",
     "agent/agent_killed": lambda f: (
-        f"torchrun itself was killed by {f.ending.agent_signal}; its ranks were ended after it."
+        f"torchrun itself was killed by {f.ending.agent_signal}; then its ranks were ended."
     ),
     "agent/agent_failed": lambda f: f"every rank passed, but torchrun failed: {f.ending.agent_error}",
     "ended": lambda f: "",
