@@ -17,7 +17,7 @@ from ddpkit.rank.comm.buckets import HostClock, Pass
 
 Script = Callable[..., str]
 MS = 10**6
-NOT_RECORDED = "This torch records no collectives of this backend."
+NOT_RECORDED = "This torch records no collectives of this backend; trace=True counts them."
 UNCOUNTED = "" if RECORDS else NOT_RECORDED
 AND_UNCOUNTED = "" if RECORDS else f" {NOT_RECORDED}"
 
@@ -170,8 +170,8 @@ def said(call):
     except (RuntimeError, TypeError) as error:
         return str(error)
 
-def stats(net, steps=12, late=lambda step: False):
-    with CommProfiler(net) as profiler:
+def stats(net, steps=12, late=lambda step: False, trace=False):
+    with CommProfiler(net, trace=trace) as profiler:
         for i in range(steps):
             net.module[0].s = 0.1 if late(i) else 0.02
             step(net)
@@ -187,10 +187,11 @@ with setup() as here:
     slow = stats(net, late=lambda step: here.rank == 1)
     if here.rank == 0:
         # No rank is asked for anything here.
-        report(table=slow.table())
+        report(table=slow.table(), same=slow.to_dict() == slow.stats())
     as_it_was = slow.stats()
     report(slow=as_it_was)
     report(takes_turns=stats(net, late=lambda step: step % 2 == here.rank).stats())
+    report(traced=stats(net, trace=True).stats())
 
     with CommProfiler(net) as outer:
         report(twice=said(CommProfiler(net).__enter__), plain=said(lambda: CommProfiler(net.module)))
@@ -199,6 +200,10 @@ with setup() as here:
                 raise KeyError("no exchange then")
         except KeyError:
             report(broken=broken.stats()["ranks"])
+    nothing = CommProfiler(net, enabled=False)
+    with nothing:
+        step(net)
+    report(nothing=nothing.stats(), nothing_table=nothing.table())
 
     hooked = model()
     hooked.register_comm_hook(None, allreduce_hook)
@@ -207,6 +212,9 @@ with setup() as here:
             step(hooked)
     report(hooked=profiler.stats(), hooked_table=profiler.table())
 
+    with torch.profiler.profile() as outer, CommProfiler(net, trace=True) as profiler:
+        step(net)
+    report(traced_twice=profiler.stats(), outer=len(outer.events()))
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         with CommProfiler(model()) as profiler:
             pass
@@ -238,28 +246,30 @@ def test_who_holds_up_the_others_is_named_and_nobody_in_a_healthy_job(script: Sc
     run = launch(script(WHO))
     zero, one = run.reported[0], run.reported[1]
     for reported in (zero, one):
-        slow = reported["slow"]
+        slow, traced = reported["slow"], reported["traced"]
         assert slow["straggler"] == 1 and reported["healthy"]["straggler"] is None
         assert reported["takes_turns"]["straggler"] is None
         waits = [each["waited_ms"] for each in slow["ranks"]]
         assert 50 < waits[0] < 400 and waits[1] < 40 and slow["ranks"][1]["last_share"] > 0.9
         assert slow["ranks"] == zero["slow"]["ranks"]
         assert 90 < slow["step_ms"] < 1500
-        check_collectives(slow)
+        check_collectives(slow, slow, timed=False)
+        check_collectives(traced, slow, timed=True)
     # The one that waits is rank 0: its buckets come back late, after backward.
     assert zero["slow"]["exposed_ms"] > 50 > one["slow"]["exposed_ms"]
-    assert "Rank 1 comes last in" in zero["table"] and "bucket" in zero["table"]
+    assert "Rank 1 comes last in" in zero["table"] and "bucket" in zero["table"] and zero["same"] is True
     check_refusals(zero, one)
 
 
-def check_collectives(stats: dict[str, Any]) -> None:
+def check_collectives(stats: dict[str, Any], like: dict[str, Any], timed: bool) -> None:
     """The profiler's own figures and torch's records agree."""
-    if not RECORDS:
+    if not RECORDS and not timed:
         assert stats["collectives"] is None and UNCOUNTED in stats["note"]
         return
     (found,) = (each for each in stats["collectives"] if each["name"] == "gloo:all_reduce")
-    assert found["count"] == 12 * len(stats["buckets"]) + 3
-    assert found["bytes"] == stats["bytes"] + 3 * 3 * 8
+    assert found["count"] == 12 * len(like["buckets"]) + 3
+    assert found["bytes"] == (stats["bytes"] + 3 * 3 * 8 if RECORDS else None)
+    assert found["ms"] > 12 if timed else found["ms"] is None
 
 
 def check_refusals(zero: dict[str, Any], one: dict[str, Any]) -> None:
@@ -269,10 +279,15 @@ def check_refusals(zero: dict[str, Any], one: dict[str, Any]) -> None:
         "CommProfiler: a model wrapped in DistributedDataParallel asked for, but this is a Sequential; "
         "hand over what DistributedDataParallel(model) returned."
     )
-    assert zero["broken"] == []
+    assert zero["broken"] == [] and zero["nothing"]["passes"] == 0 and zero["nothing"]["buckets"] == []
+    assert "0 backward passes" in zero["nothing_table"]
     assert zero["hooked"]["note"].startswith("The model has a comm hook already (allreduce_hook), and DDP takes one:")
     assert zero["hooked"]["buckets"] == []
     assert "comm hook already" in zero["hooked_table"]
+    assert zero["traced_twice"]["note"] == (
+        "torch's profiler runs already, so that this one could not trace the collectives." + AND_UNCOUNTED
+    )
+    assert zero["traced_twice"]["passes"] == 1 and zero["outer"] > 10
     assert zero["compiled"] == (
         "The model reduces gradient by gradient, with DDP's reducer for compiled models: there are no buckets to time."
         + AND_UNCOUNTED
@@ -351,7 +366,7 @@ SLOW = {rank: [(0.0, 2.0 + 30.0 * (rank == 0))] * 10 for rank in range(2)}
 
 
 def test_the_table_says_all_of_it() -> None:
-    rows = [{"name": "gloo:all_reduce", "count": 3, "bytes": 3 << 19}]
+    rows = [{"name": "gloo:all_reduce", "count": 3, "bytes": None, "ms": 4.5}]
     found = stats_of(
         [passing(at, (2, 6), (10, 14)) for at in range(0, 400, 40)], SLOW, collectives=rows, note="A note."
     )
@@ -363,8 +378,8 @@ def test_the_table_says_all_of_it() -> None:
         "0       0.00          2.0         6.0      4.0\n"
         "1       0.00         10.0        14.0      4.0\n"
         "\n"
-        "collective       count   MiB\n"
-        "gloo:all_reduce      3  1.50\n"
+        "collective       count  MiB   ms\n"
+        "gloo:all_reduce      3    -  4.5\n"
         "\n"
         "rank  waits ms  comes last in\n"
         "0         30.0             0%\n"
@@ -386,12 +401,12 @@ def test_where_torch_has_forgotten_collectives_or_keeps_none_it_says_so(monkeypa
 
     kept = [entry(number) for number in range(7, 10)]
     monkeypatch.setattr(profiler, "_recorded", lambda since_ns: (kept, 3))
-    rows = [{"name": "gloo:broadcast", "count": 3, "bytes": 3 * 48}]
-    assert profiler._collectives(0) == (rows, "Of the collectives only the last 3 are counted.")
+    rows = [{"name": "gloo:broadcast", "count": 3, "bytes": 3 * 48, "ms": None}]
+    assert profiler._collectives(0, None) == (rows, "Of the collectives only the last 3 are counted.")
     monkeypatch.setattr(profiler, "_recorded", lambda since_ns: (kept, 8))
-    assert profiler._collectives(0) == (rows, "")
+    assert profiler._collectives(0, None) == (rows, "")
     monkeypatch.setattr(profiler, "_recorded", lambda since_ns: ([], 0))
-    assert profiler._collectives(0) == (None, NOT_RECORDED)
+    assert profiler._collectives(0, None) == (None, NOT_RECORDED)
 
 
 @pytest.mark.job
@@ -406,7 +421,7 @@ def test_on_a_gpu_the_streams_tell_the_time(script: Script) -> None:
 
         with setup() as here:
             net = DDP(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).to(here.device), bucket_cap_mb=40)
-            with CommProfiler(net) as profiler:
+            with CommProfiler(net, trace=True) as profiler:
                 for _ in range(20):
                     net(torch.ones(4096, 2048, device=here.device)).square().mean().backward()
             report(comm=profiler.stats())

@@ -145,13 +145,21 @@ def _buckets(stats: Mapping[str, Any]) -> str:
 
 
 def _collectives(stats: Mapping[str, Any]) -> str:
-    rows = [(c["name"], str(c["count"]), f"{c['bytes'] / MIB:.2f}") for c in stats["collectives"] or ()]
-    return _aligned(("collective", "count", "MiB"), rows)
+    rows = [(c["name"], str(c["count"]), _mib(c["bytes"]), _ms(c["ms"])) for c in stats["collectives"] or ()]
+    return _aligned(("collective", "count", "MiB", "ms"), rows)
 
 
 def _by_rank(stats: Mapping[str, Any]) -> str:
     rows = [(str(r["rank"]), f"{r['waited_ms']:.1f}", f"{r['last_share']:.0%}") for r in stats["ranks"]]
     return "\n".join(filter(None, [_aligned(("rank", "waits ms", "comes last in"), rows), _verdict(stats)]))
+
+
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / MIB:.2f}"
+
+
+def _ms(ms: float | None) -> str:
+    return "-" if ms is None else f"{ms:.1f}"
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
