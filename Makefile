@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 LAB_ARGS ?=
-NOTEBOOK ?= notebooks/00_start_here.ipynb
+NOTEBOOK ?= work/00_start_here.ipynb
 
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -26,7 +26,8 @@ help: ## list these commands
 
 install: $(INSTALLED) ## only set up .venv
 
-lab: $(INSTALLED) ## open JupyterLab at notebook 00 (LAB_ARGS="--no-browser --port 8890" is passed on)
+lab: $(INSTALLED) ## open JupyterLab at your own copy of notebook 00 (LAB_ARGS="--no-browser --port 8890" is passed on)
+	@$(BIN)/ddpkit start > /dev/null
 	$(INSIDE) $(BIN)/jupyter lab $(NOTEBOOK) $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 test: lint types jobs nbval ## everything: lint, types, unit and real-job tests, a real browser, every notebook

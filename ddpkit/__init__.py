@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .course.answer import answer
     from .course.bench import FixBench
     from .course.exercises import hint, progress, reset, task
     from .course.grading import check
@@ -22,6 +23,7 @@ __all__ = [
     "LaunchError",
     "LogError",
     "Run",
+    "answer",
     "check",
     "diagnose",
     "doctor",
@@ -44,6 +46,7 @@ _HOMES = {
     "on_gpu": "course.lab",
     "explain": "diagnosis.pages",
     "JobFailed": "run",
+    "answer": "course.answer",
     "LaunchError": "errors",
     "LogError": "errors",
     "check": "course.grading",

@@ -115,11 +115,12 @@ def explain(
 
 
 @app.command()
-def start(number: Annotated[str, typer.Argument(help="The exercise's number, such as 02.")]) -> None:
-    """Copy an exercise into work/, which updates never change. An existing copy is not overwritten."""
-    from .course.student import start as copy_exercise
+def start(number: Annotated[str, typer.Argument(help="The lesson's number, such as 02; all without it.")] = "") -> None:
+    """Copy a lesson and its exercise into work/, without outputs. An existing copy stays: updates never touch it."""
+    from .course.student import start as copy_lessons
 
-    print(copy_exercise(number))
+    for path in copy_lessons(number):
+        print(path)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from .display.lane_words import with_words
 from .display.text import as_text, headline, ranks_counted
 from .runfolder import wire
 from .runfolder.account import Account, Ending, read_account, returned_values
+from .runfolder.answers import Answered, read_answers
 from .runfolder.folders import packed, unpacked
 from .runfolder.ranks import Rank
 from .runfolder.replicas import Replicas, compare
@@ -96,13 +97,7 @@ class Run:
     @property
     def state(self) -> str:
         """running, passed, failed, hung, timed_out or stopped."""
-        if not self._is_over():
-            return "running"
-        ending = self._known[0].ending
-        if ending.reason:
-            return {"timeout": "timed_out", "stall": "hung"}.get(ending.reason, "stopped")
-        passed = ending.agent_exitcode == 0 and not ending.agent_signal
-        return "passed" if passed and all(r.exitcode == 0 for r in self.ranks) else "failed"
+        return self._known[0].state if self._is_over() else "running"
 
     @property
     def ok(self) -> bool:
@@ -176,6 +171,11 @@ class Run:
         return diagnose(self.ranks, self.verdict, self.torchrun_log)
 
     @property
+    def answers(self) -> tuple[Answered, ...]:
+        """What the reader said to `ddpkit.answer`, each beside the right answer."""
+        return read_answers(self.folder)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What else the user should know: processes that had to be ended, a log that was capped, a disk that was full."""
         return self._known[0].notes
@@ -183,10 +183,7 @@ class Run:
     @property
     def reported(self) -> dict[int, dict[str, Any]]:
         """What each rank handed over by `ddpkit.rank.report(...)`: rank to names and latest values."""
-        merged: dict[int, dict[str, Any]] = {}
-        for rank in self._known[0].last_attempt:
-            merged[rank.rank] = {name: value for report in rank.reports for name, value in report.items()}
-        return merged
+        return {rank.rank: rank.reported for rank in self._known[0].last_attempt}
 
     @property
     def returned(self) -> dict[int, Any]:
@@ -228,8 +225,13 @@ class Run:
             raise JobFailed(self)
         return self
 
-    def reveal(self) -> Run:
-        """The same run with its verdict shown, for one that was launched with `reveal=False`."""
+    def reveal(self, anyway: bool = False) -> Run:
+        """The same run with its verdict shown, for one of `reveal=False`, once `ddpkit.answer` was answered or `anyway`."""
+        if not (anyway or self.answers):
+            print(
+                "reveal: nothing yet. Answer first: ddpkit.answer(run) asks. reveal(anyway=True) shows the verdict without."
+            )
+            return self
         return Run(self.folder, self._job, revealed=True)
 
     def bundle(self, path: str | Path | None = None) -> Path:

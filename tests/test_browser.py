@@ -21,6 +21,7 @@ from conftest import free_port, left_after
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 from ddpkit.course.lab import lab as find_lab
+from ddpkit.course.student import without_outputs
 from ddpkit.runfolder import wire
 
 # One worker runs them all, with one server and one browser.
@@ -438,6 +439,43 @@ def test_a_learner_meets_a_decoy_and_a_cure(lab: Lab, page: Any, shots: Path, pa
     assert all(r.title in verdict for r, verdict in zip(chosen, verdicts, strict=True) if r)
     rows.nth(already).scroll_into_view_if_needed()
     page.screenshot(path=shots / f"{path.stem}-results.png")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=p.stem, marks=[] if p is COURSE[-1] else pytest.mark.labs) for p in COURSE],
+)
+def test_a_reader_answers_before_the_verdict(lab: Lab, page: Any, shots: Path, path: Path) -> None:
+    """The copy without outputs: nothing is revealed before an answer, and a wrong one is told beside the verdict."""
+    (lab.folder / path.name).write_text(without_outputs(path.read_text()))
+    lab.open(page, path.name)
+    sources = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    reproduced = next(i for i, text in enumerate(sources) if text.startswith("%%torchrun"))
+    asked = next(i for i, text in enumerate(sources) if "ddpkit.answer(" in text)
+    revealed = next(i for i, text in enumerate(sources) if ".reveal()" in text)
+    for cell in (0, reproduced, revealed):
+        run_cell(page, cell)
+    wait_for_text(page, page.locator(".jp-OutputArea-output"), "Answer first: ddpkit.answer(run)")
+    assert page.get_by_text("You said").count() == 0
+    run_cell(page, asked)
+    box = page.locator(".ddpkit-answer")
+    box.get_by_role("button", name="Answer").wait_for(timeout=PATIENCE_MS)
+    assert box.get_by_role("button", name="Answer").is_disabled()
+    page.screenshot(path=shots / f"{path.stem}-asked.png")
+    choices = box.locator(".widget-radio, .widget-dropdown")
+    for i in range(choices.count()):
+        radio, menu = choices.nth(i).get_by_role("radio"), choices.nth(i).get_by_role("combobox")
+        if radio.count():
+            radio.last.check()
+        else:
+            menu.select_option(index=1)
+    box.get_by_role("button", name="Answer").click()
+    wait_for_text(page, box, "reveal() shows it beside the verdict")
+    run_cell(page, revealed)
+    wait_for_text(page, page.locator(".jp-OutputArea-output"), "You said")
+    page.get_by_text("You said").last.scroll_into_view_if_needed()
+    page.screenshot(path=shots / f"{path.stem}-answered.png")
+    assert page.get_by_text(": it is ").count() >= 1
 
 
 def choose(bench: Any, title: str) -> None:

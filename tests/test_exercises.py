@@ -169,14 +169,19 @@ def test_a_rank_that_depends_on_the_seed_cannot_be_passed_on(monkeypatch: pytest
     )
 
 
-def test_a_copy_is_the_students_own(home: Path) -> None:
+def test_a_copy_is_the_students_own_and_holds_no_output(home: Path) -> None:
+    cell = {"cell_type": "code", "source": "1", "execution_count": 3, "outputs": [{"output_type": "stream"}]}
     for folder in ("exercises", "notebooks"):
         (home / folder).mkdir()
-    (home / "exercises" / "02_reduction_error.ipynb").write_text("{}")
-    copy = start("2", home / "notebooks")
-    copy.write_text("my answers")
-    assert start("02", home).read_text() == "my answers" and copy == home / "work" / "02_reduction_error.ipynb"
-    with pytest.raises(LaunchError, match="there is no exercise '09'; there are 02"):
+        (home / folder / "02_reduction_error.ipynb").write_text(json.dumps({"cells": [cell]}))
+    lesson, exercise = start("2", home / "notebooks")
+    assert lesson == home / "work" / "02_reduction_error.ipynb"
+    assert exercise == home / "work" / "exercises" / "02_reduction_error.ipynb"
+    for copy in (lesson, exercise):
+        assert json.loads(copy.read_text())["cells"] == [{**cell, "execution_count": None, "outputs": []}]
+    exercise.write_text("my answers")
+    assert start("", home) == [lesson, exercise] and exercise.read_text() == "my answers"
+    with pytest.raises(LaunchError, match="there is no lesson '09'; there are 02"):
         start("09", home)
     with pytest.raises(LaunchError, match="is not inside the workbook"):
         start("02", home.parent)

@@ -170,7 +170,7 @@ def test_reveal_false_keeps_the_verdict_back(tmp_path: Path) -> None:
     assert "consequence" not in str(hidden) and run.verdict.sentence not in str(hidden)
     assert "raised RuntimeError" in str(hidden) and "raised ValueError" in str(hidden)
     assert "consequence" not in hidden._repr_html_()
-    assert str(hidden.reveal()) == str(run)
+    assert str(hidden.reveal(anyway=True)) == str(run)
 
 
 def test_a_bundle_holds_the_run_and_rebuilds_elsewhere(home: Path, tmp_path: Path) -> None:

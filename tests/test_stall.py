@@ -229,7 +229,7 @@ def test_the_verdict_is_held_back_until_it_is_asked_for(
     run = begun(path, wait=True, stop_on_stall=True, show="text", reveal=False)
     shown = capsys.readouterr().out
     assert "never joined" not in shown and "has not joined" not in shown
-    assert "never joined" in str(run.reveal())
+    assert "never joined" in str(run.reveal(anyway=True))
 
 
 def test_the_kernels_word_on_a_death_for_want_of_memory(script: Callable[..., str], home: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CELL_TIMEOUT_S = 300
+ANSWERS = {"DDPKIT_ANSWERS": str(ROOT / "tests" / "answers.toml")}
 
 
 def main() -> None:
@@ -60,7 +62,7 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> str | None:
         extra_arguments=["--IPKernelApp.log_level=40"],  # or every kernel warns of its loopback ports
     )
     try:
-        client.execute()
+        client.execute(env={**os.environ, **ANSWERS})
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         return f"a cell failed:\n{error}"
     return None

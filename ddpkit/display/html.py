@@ -20,6 +20,9 @@ def as_html(run: ShownRun, below_view: bool = False) -> str:
     apart = run.state == "passed" and run.diagnosis is not None and run.revealed
     headline = _headline(text.headline(run), "apart" if apart else run.state)
     notes = "".join(f"<div>note: {escape(note)}</div>" for note in run.notes)
+    if run.revealed and run.answers:
+        answers = (("✓" if one.right else "✗", escape(str(one))) for one in run.answers)
+        notes = f"<table>{''.join(map(table_row, answers))}</table>{notes}"
     if run.state in ("running", "passed") and not apart:
         return f'<div class="ddpkit-run"><div>{headline}</div>{notes}</div>'
     parts = []

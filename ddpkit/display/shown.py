@@ -6,6 +6,7 @@ from typing import Protocol
 
 from ddpkit.diagnosis.rows import Row
 from ddpkit.diagnosis.run import Diagnosis
+from ddpkit.runfolder.answers import Answered
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.replicas import Replicas
 from ddpkit.verdict.finding import Culprit, Verdict
@@ -40,5 +41,7 @@ class ShownRun(Protocol):
     def diagnosis(self) -> Diagnosis | None: ...
     @property
     def replicas(self) -> Replicas | None: ...
+    @property
+    def answers(self) -> tuple[Answered, ...]: ...
     @property
     def notes(self) -> tuple[str, ...]: ...

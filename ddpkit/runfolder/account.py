@@ -38,6 +38,14 @@ class Account:
         """The ranks of the last attempt; () if none has started."""
         return self.attempts[-1] if self.attempts else ()
 
+    @property
+    def state(self) -> str:
+        """What the job has come to: passed, failed, hung, timed_out or stopped."""
+        if self.ending.reason:
+            return {"timeout": "timed_out", "stall": "hung"}.get(self.ending.reason, "stopped")
+        passed = self.ending.agent_exitcode == 0 and not self.ending.agent_signal
+        return "passed" if passed and all(rank.exitcode == 0 for rank in self.last_attempt) else "failed"
+
 
 def read_account(folder: Path, spec: Mapping[str, Any], end: Mapping[str, Any], torchrun_log: str) -> Account:
     """The account of the job in `folder`, started with `spec`; `end` is how ddpkit ended it."""

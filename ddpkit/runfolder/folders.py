@@ -1,4 +1,4 @@
-"""Makes, deletes, packs and unpacks run folders."""
+"""Makes, deletes, packs and unpacks run folders, and finds the logs in them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from ddpkit.errors import LaunchError
 
@@ -106,3 +107,29 @@ def _is_over(folder: Path) -> bool:
         return True
     launched_by = (wire.read_record(folder / wire.JOB) or {}).get("launched_by")
     return launched_by is not None and not Path(f"/proc/{launched_by}").exists()
+
+
+def log_folder(folder: Path, attempt: int, local_rank: int) -> Path | None:
+    """torchrun's log folder of a rank: logs/<run id>/attempt_<n>/<local rank>; None before it exists."""
+    return next(iter((folder / wire.LOGS).glob(f"*/attempt_{attempt}/{local_rank}")), None)
+
+
+def log_text(path: Path) -> str:
+    """A log file as text; if the cap has cut a hole into it, one line says how much is missing."""
+    try:
+        with open(path, "rb") as file:
+            return b"".join(_around_the_hole(file, path)).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _around_the_hole(file: Any, path: Path) -> list[bytes]:
+    cut = wire.read_record(path.with_suffix(".cut.json"))
+    if not cut:
+        return [file.read()]
+    head = file.read(cut["from"])
+    file.seek(cut["to"])
+    notice = (
+        f"\n[ddpkit: {(cut['to'] - cut['from']) >> 20} MiB are missing here: {wire.ENV_LOG_CAP}={cut['cap_mib']}]\n"
+    )
+    return [head, notice.encode(), file.read()]

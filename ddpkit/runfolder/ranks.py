@@ -12,8 +12,8 @@ from typing import Any
 from . import wire
 from .calls import Collective, Made, given_up_by_watchdog, read_made
 from .failures import LEAVES, Failure, read_failure
+from .folders import log_folder, log_text
 from .frames import Frame, stack_frames
-from .logs import log_folder, log_text
 from .looks import Joining, Look, read_joining, read_look
 from .stable import shortened, stable
 
@@ -234,6 +234,11 @@ class Rank:
             except (ValueError, KeyError):
                 continue
         return tuple(found)
+
+    @property
+    def reported(self) -> dict[str, Any]:
+        """The latest value of each name that this rank reported."""
+        return {name: value for report in self.reports for name, value in report.items()}
 
     def _log(self, stream: str) -> str:
         return log_text(self.log_folder / f"{stream}.log") if self.log_folder else ""

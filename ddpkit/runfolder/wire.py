@@ -28,6 +28,8 @@ ENV_REPLICAS = "DDPKIT_REPLICAS"
 # The seed of an exercise's data, and the number of ranks that a run in one process replaces.
 ENV_SEED = "DDPKIT_SEED"
 ENV_RANKS = "DDPKIT_RANKS"
+# A TOML file with the answers to the lessons' questions, for a run of the notebooks without a reader.
+ENV_ANSWERS = "DDPKIT_ANSWERS"
 # torchrun's pid, which `os.getppid()` answers in its ranks.
 ENV_AGENT = "DDPKIT_AGENT"
 # The zygote's socket, for the ranks of a warm job.
@@ -57,6 +59,8 @@ CALL_CONTEXT = "call.json"
 # The texts of the user's own modules, by file name.
 SOURCES = "sources.json"
 
+# What the reader answered before the run was revealed.
+ANSWERED = "answered.json"
 # What a student has done; it is in the same folder as runs/.
 EXERCISES = "exercises.json"
 

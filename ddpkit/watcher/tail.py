@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddpkit.display.sink import Line
 from ddpkit.runfolder import wire
-from ddpkit.runfolder.logs import log_folder
+from ddpkit.runfolder.folders import log_folder
 
 CHUNK = 256 * 1024
 LONGEST_LINE = 2_000

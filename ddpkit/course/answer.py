@@ -1,0 +1,133 @@
+"""`ddpkit.answer`: asks the reader who is at fault, and where, before a run shows its verdict."""
+
+from __future__ import annotations
+
+import os
+import random
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpkit.errors import LaunchError
+from ddpkit.run import Run
+from ddpkit.runfolder import wire
+from ddpkit.runfolder.answers import Answered, keep_answers
+
+from .exercises import seed
+
+QUESTIONS = Path(__file__).parents[1] / "tasks" / "questions.toml"
+# Without a lesson: what every run can be asked.
+ANY = ({"kind": "rank"}, {"kind": "line"})
+UNTOLD = "cannot be told"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, the answers on offer, those that are right, and the evidence that decides."""
+
+    asks: str
+    offers: tuple[str, ...]
+    right: tuple[str, ...]
+    decides: str = ""
+
+    def offered(self, said: str | int) -> str:
+        """The answer on offer that `said` means: itself, a rank's number, or a part of one alone.
+
+        Raises:
+            LaunchError: it is none, or a part of several.
+        """
+        words = f"rank {said}" if isinstance(said, int) else said
+        found = [offer for offer in self.offers if offer == words] or [o for o in self.offers if words in o]
+        if len(found) != 1:
+            raise LaunchError(f"answer: {said!r} is not one of the answers to {self.asks!r}: {'; '.join(self.offers)}.")
+        return found[0]
+
+    def judged(self, said: str) -> Answered:
+        """The answer `said` beside the right one."""
+        return Answered(self.asks, said, said in self.right, self.right[0] if self.right else UNTOLD, self.decides)
+
+
+class Answer:
+    """The questions about one run. In a notebook it shows them as widgets; `give` answers from code."""
+
+    def __init__(self, run: Run, questions: Sequence[Question]) -> None:
+        self.run = run
+        self.questions = tuple(questions)
+
+    def give(self, *said: str | int) -> Answer:
+        """Answer every question, in order. The first answer counts: a later one changes nothing.
+
+        Raises:
+            LaunchError: another number of answers than of questions, or one that is not on offer.
+        """
+        if len(said) != len(self.questions):
+            raise LaunchError(f"answer: {len(self.questions)} questions, and {len(said)} answers: {self}")
+        judged = []
+        for question, words in zip(self.questions, said, strict=True):
+            judged.append(question.judged(question.offered(words)))
+        if not self.run.answers:
+            keep_answers(self.run.folder, judged)
+        return self
+
+    def __repr__(self) -> str:
+        if self.run.answers:
+            return "Your answer is kept; reveal() shows it beside the verdict."
+        return "\n".join(f"{question.asks} ({'; '.join(question.offers)})" for question in self.questions)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        from .answer_view import AnswerView
+
+        return {**AnswerView(self).box._repr_mimebundle_(**kwargs), "text/plain": repr(self)}
+
+
+def answer(run: Run, lesson: str = "") -> Answer:
+    """Ask about `run`, which was launched with `reveal=False`: which rank, which line; or as `lesson` "02" asks.
+
+    `run.reveal()` shows the verdict once all are answered. Where $DDPKIT_ANSWERS names a TOML file, its answers are given.
+
+    Raises:
+        LaunchError: the run goes on, there are no questions for this lesson, or the file lacks its answers.
+    """
+    if run.state == "running":
+        raise LaunchError(f"answer: {run.name} is still running; wait() for it, then answer.")
+    known = tomllib.loads(QUESTIONS.read_text(encoding="utf-8"))
+    if lesson and lesson not in known:
+        raise LaunchError(f"answer: there are no questions for lesson {lesson!r}; there are for {', '.join(known)}.")
+    asked = Answer(run, [_question(run, **one) for one in known.get(lesson, ANY)])
+    if path := os.environ.get(wire.ENV_ANSWERS):
+        asked.give(*_given(Path(path), lesson))
+    return asked
+
+
+def _given(path: Path, lesson: str) -> list[str | int]:
+    given = tomllib.loads(path.read_text(encoding="utf-8"))
+    if lesson not in given:
+        raise LaunchError(f"answer: {path} ({wire.ENV_ANSWERS}) has no answers for lesson {lesson!r}.")
+    return given[lesson]
+
+
+def _question(
+    run: Run, kind: str, asks: str = "", right: Sequence[str] = (), decides: str = "", **more: Any
+) -> Question:
+    if kind == "rank":
+        offers = [f"rank {rank}" for rank in range(run.nproc)]
+        offers += ["every rank"] if run.nproc > 1 else []
+        return Question(asks or "Which rank is at fault?", (*offers, UNTOLD), _right(run.culprit), decides)
+    if kind == "line":
+        numbered = enumerate(run.script.splitlines(), 1)
+        offers = [f"line {number}: {text.strip()}" for number, text in numbered if text.strip()]
+        texts = right or [row.where for row in run.reveal(anyway=True).rows if row.tone == "fault" and row.where]
+        found = [offer for offer in offers if any(text in offer for text in texts)]
+        return Question(asks or "At which line?", tuple(offers), tuple(found), decides)
+    shuffled = random.Random(f"{seed()} {asks}").sample(more["offers"], len(more["offers"]))
+    return Question(asks, tuple(shuffled), tuple(right), decides)
+
+
+def _right(culprit: Any) -> tuple[str, ...]:
+    if culprit is None:
+        return (UNTOLD,)
+    if isinstance(culprit, str):
+        return (culprit,)
+    return tuple(f"rank {rank}" for rank in (culprit if isinstance(culprit, tuple) else (culprit,)))
