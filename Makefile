@@ -42,7 +42,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 units: $(INSTALLED)
-	$(INSIDE) $(BIN)/pytest -q -m "not job and not browser and not soak and not labs"
+	$(INSIDE) $(BIN)/pytest -q $(ABREAST) -m "not job and not browser and not soak and not labs"
 
 jobs: $(INSTALLED)
 	$(INSIDE) $(BIN)/pytest $(ABREAST)

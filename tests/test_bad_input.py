@@ -110,12 +110,14 @@ def test_unwritable_run_folder(script: Callable[..., str], home: Path, monkeypat
     refused(r"the run folder cannot be made in .*/file/runs \(.*\); make room there or allow writing", script(""))
 
 
+@pytest.mark.job
 def test_launch_inside_a_rank_is_refused(script: Callable[..., str]) -> None:
     run = ddpkit.launch(script("import ddpkit\nddpkit.launch('train.py')\n"), show=False, timeout=60)
     assert run.culprit == "every rank"
     assert "called inside rank 0 of a running job" in run.ranks[0].failure.message
 
 
+@pytest.mark.job
 def test_a_launch_guarded_in_a_rank_needs_no_torch_in_the_kernel(script: Callable[..., str]) -> None:
     path = script("print('x')")
     code = f"import ddpkit, sys; ddpkit.launch({path!r}, show=False); assert 'torch' not in sys.modules"

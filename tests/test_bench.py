@@ -134,6 +134,7 @@ def test_a_prediction_made_while_a_run_goes_on_is_kept_for_the_next(monkeypatch:
     assert view._prediction.value == "does not" and predicted == ["cures"]
 
 
+@pytest.mark.job
 def test_a_run_on_the_bench_can_be_stopped_and_no_second_one_starts(home: Path) -> None:
     bench = ddpkit.FixBench(NAME, timeout=120, stall=100)
     endless = "import time\nprint('here', flush=True)\ntime.sleep(1000)\n"

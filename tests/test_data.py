@@ -414,6 +414,7 @@ def test_the_kernels_kill_for_want_of_memory_is_told(tmp_path: Path) -> None:
     assert "SIGKILL: the kernel killed it for want of memory (the kernel's log says: " in str(caught.value)
 
 
+@pytest.mark.job
 def test_a_worker_that_sends_nothing_is_told(tmp_path: Path) -> None:
     loader = safe_loader(Fails(stuck, tmp_path), 4, shuffle=False, num_workers=2, timeout_s=PATIENCE_S)
     since = time.monotonic()
@@ -496,6 +497,7 @@ def test_the_loader_goes_on_with_half_the_workers_at_the_missing_batch(
     assert told[1].endswith("with num_workers=0. Retries left in this epoch, on all ranks: 0.")
 
 
+@pytest.mark.job
 def test_a_stuck_worker_is_replaced_too(tmp_path: Path) -> None:
     loader = safe_loader(Fails(stuck, tmp_path), 4, num_workers=2, retries=1, timeout_s=PATIENCE_S)
     assert same(list(loader), list(safe_loader(Samples(), 4, num_workers=0))) and loader.num_workers == 1

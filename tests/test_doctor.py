@@ -102,6 +102,7 @@ def test_stale_variables(healthy: tuple[int, dict[str, Check]]) -> None:
     assert "NCCL_P2P_DISABLE" not in lines and "variables" not in lines
 
 
+@pytest.mark.job
 def test_what_is_left_of_another_job_breaks_the_next(healthy: tuple[int, dict[str, Check]]) -> None:
     code, lines = examined(env={"RANK": "3", "WORLD_SIZE": "8", "GLOO_SOCKET_IFNAME": "eth77"})
     assert code == 1 and problems(lines) == problems(healthy[1]) | {"RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"}

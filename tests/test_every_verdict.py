@@ -13,7 +13,7 @@ from ddpkit.verdict.judge import judge
 
 ENDINGS = [Ending(agent_exitcode=1), Ending("stall", 1, stall_s=5.0), Ending("timeout", 1, timeout_s=9.0)]
 NPROC = 3
-MIXES = 4_000
+MIXES = 2_000
 
 
 def recorded_ranks(recorded: Path) -> list[list[Rank]]:

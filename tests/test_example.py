@@ -93,6 +93,7 @@ def test_what_is_held_out_is_not_trained_on() -> None:
     assert datasets(TrainConfig(eval_fraction=0))[1] is None
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_bring_the_same_batches(method: str) -> None:
     alone = list(DataLoader(texts(), 16))
@@ -106,6 +107,7 @@ def test_workers_bring_the_same_batches(method: str) -> None:
 # The model.
 
 
+@pytest.mark.job
 def test_it_learns_and_does_so_bit_for_bit_again() -> None:
     losses, model = trained(200)
     assert abs(losses[0] - math.log(64)) < 0.5 and losses[-1] < 0.1
@@ -117,6 +119,7 @@ def test_it_learns_and_does_so_bit_for_bit_again() -> None:
     assert language_model_loss(model(inputs), targets) < 0.1, "what it has not seen follows the same rule"
 
 
+@pytest.mark.job
 def test_it_learns_in_16_bits_and_the_loss_stays_in_32() -> None:
     losses, model = trained(60, torch.bfloat16)
     assert losses[-1] < losses[0] / 4

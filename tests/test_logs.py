@@ -255,6 +255,7 @@ def test_packed_logs_and_standard_input_are_read(tmp_path: Path) -> None:
     assert ran.returncode == 1 and b"<stdin>:6: KeyError: 'image'" in ran.stdout
 
 
+@pytest.mark.job
 def test_torchruns_error_files_are_read(tmp_path: Path) -> None:
     """What `@record` writes: one object of JSON with the traceback inside."""
     folder = tmp_path / "attempt_0" / "3"

@@ -133,6 +133,7 @@ print("us", (time.perf_counter() - began) / 2000 * 1e6)
 """
 
 
+@pytest.mark.job
 def test_it_works_in_one_process_without_a_job(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, cwd=tmp_path)
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
