@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ddpkit.errors import LaunchError
 
+from .exercises import workbook
+
 OWN = "work"
 
 
@@ -18,7 +20,9 @@ def start(number: str, here: Path | None = None) -> Path:
     Raises:
         LaunchError: there is no such exercise, or no workbook at or above this folder.
     """
-    book = _workbook(here or Path.cwd())
+    here = here or Path.cwd()
+    if (book := workbook(here)) is None:
+        raise LaunchError(f"start: {here} is not inside the workbook; change into the folder that holds notebooks/.")
     known = sorted((book / "exercises").glob("*.ipynb"))
     wanted = [path for path in known if path.name.startswith(f"{number.zfill(2)}_")]
     if not wanted:
@@ -29,10 +33,3 @@ def start(number: str, here: Path | None = None) -> Path:
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(wanted[0], copy)
     return copy
-
-
-def _workbook(here: Path) -> Path:
-    for folder in (here.resolve(), *here.resolve().parents):
-        if (folder / "exercises").is_dir() and (folder / "notebooks").is_dir():
-            return folder
-    raise LaunchError(f"start: {here} is not inside the workbook; change into the folder that holds notebooks/.")
