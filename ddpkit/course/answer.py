@@ -15,7 +15,7 @@ from ddpkit.run import Run
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.answers import Answered, keep_answers
 
-from .exercises import seed
+from .exercises import seed, unsealed
 
 QUESTIONS = Path(__file__).parents[1] / "tasks" / "questions.toml"
 # Without a lesson: what every run can be asked.
@@ -92,7 +92,7 @@ def answer(run: Run, lesson: str = "") -> Answer:
     """
     if run.state == "running":
         raise LaunchError(f"answer: {run.name} is still running; wait() for it, then answer.")
-    known = tomllib.loads(QUESTIONS.read_text(encoding="utf-8"))
+    known = tomllib.loads(unsealed(QUESTIONS))
     if lesson and lesson not in known:
         raise LaunchError(f"answer: there are no questions for lesson {lesson!r}; there are for {', '.join(known)}.")
     asked = Answer(run, [_question(run, **one) for one in known.get(lesson, ANY)])

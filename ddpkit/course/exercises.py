@@ -5,10 +5,12 @@ Task "02.1" is the folder t02_1: `task.toml`, its program, and what `grading.py`
 
 from __future__ import annotations
 
+import base64
 import os
 import random
 import time
 import tomllib
+import zlib
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -28,6 +30,8 @@ from ddpkit.runfolder.folders import home
 from .lab import read_program
 
 LEVELS = 3
+# Begins a file that `make student` has packed.
+SEAL = b"="
 BAR = 24
 
 
@@ -44,11 +48,14 @@ class Task:
     the programs are texts, "" where there is none.
 
     `program` is what is handed out or runs as a mystery, `reference` trains the same in one process, `harness` calls a
-    function that is the answer. `stall` and `timeout` are seconds; `restarts` is how often torchrun starts the ranks anew.
+    function that is the answer. `keep` are texts that the answer must leave in the program; `reduced_once`: DDP reduces
+    each gradient once a step. `stall` and `timeout` are seconds; `restarts` is how often torchrun starts the ranks anew.
     """
 
     name: str
     title: str
+    difficulty: str
+    minutes: int
     answer: str
     hints: tuple[str, str, str]
     after: str
@@ -56,10 +63,17 @@ class Task:
     reference: str = ""
     harness: str = ""
     wants: dict[str, Any] = field(default_factory=dict)
+    keep: tuple[str, ...] = ()
+    reduced_once: bool = False
     nproc: int = 2
     stall: float = 3.0
     timeout: float = 60.0
     restarts: int = 0
+
+    @property
+    def effort(self) -> str:
+        """How hard it is, and how long it takes: `easy, 10 minutes`."""
+        return f"{self.difficulty}, {self.minutes} minutes"
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -105,30 +119,36 @@ def hint(name: str, level: int | None = None) -> Hint:
     if level is not None and level not in range(1, LEVELS + 1):
         raise LaunchError(f"hint: level={level!r} is not one of 1 to {LEVELS}.")
     reached = level or min(LEVELS, mine["hints"] + 1)
+    again = level is None and mine["hints"] == LEVELS
     mine["hints"] = max(mine["hints"], reached)
     state.write()
-    return Hint(name, reached, asked.hints[reached - 1])
+    return Hint(name, reached, asked.hints[reached - 1], again)
 
 
 @dataclass(frozen=True, repr=False)
 class Hint:
-    """One hint, shown as text, or folded in a notebook."""
+    """One hint, shown as text, or folded in a notebook; `again`: the last one, asked for once more."""
 
     name: str
     level: int
     text: str
+    again: bool = False
+
+    @property
+    def _title(self) -> str:
+        there_are = f" (there are {LEVELS} hints; this is the last one again)" if self.again else ""
+        return f"hint {self.level} of {LEVELS} for {self.name}{there_are}"
 
     def __repr__(self) -> str:
         more = f'\nddpkit.hint("{self.name}") says more.' if self.level < LEVELS else ""
-        return f"hint {self.level} of {LEVELS} for {self.name}: {self.text}{more}"
+        return f"{self._title}: {self.text}{more}"
 
     def _repr_html_(self) -> str:
-        title = f"hint {self.level} of {LEVELS} for {escape(self.name)}"
-        return f"<details open><summary>{title}</summary>{escape(self.text)}</details>"
+        return f"<details open><summary>{escape(self._title)}</summary>{escape(self.text)}</details>"
 
 
 def progress() -> Progress:
-    """How far you are: every exercise with its tries, and a bar. Kept below .ddpkit, so it survives a restart."""
+    """How far you are: every exercise with its tries, and a bar. It survives a restart."""
     state = State.read()
     return Progress(tuple((one, state.of(one.name)) for one in tasks()))
 
@@ -148,13 +168,14 @@ class Progress:
         total = len(self.rows)
         filled = round(BAR * self.solved / total)
         lines = [f"{'█' * filled}{'░' * (BAR - filled)} {self.solved} of {total} exercises"]
-        return "\n".join([*lines, *(f"{one.name}  {_done(mine):<24} {one.title}" for one, mine in self.rows)])
+        lines += [f"{one.name}  {_done(mine):<18}  {one.effort:<18}  {one.title}" for one, mine in self.rows]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         total = len(self.rows)
         count = f"{self.solved} of {total} exercises"
         bar = f'<progress max="{total}" value="{self.solved}" aria-label="{count}"></progress>'
-        rows = "".join(table_row((one.name, escape(one.title), _done(mine))) for one, mine in self.rows)
+        rows = "".join(table_row((one.name, escape(one.title), one.effort, _done(mine))) for one, mine in self.rows)
         return f"<div>{bar} {count}</div><table>{rows}</table>"
 
 
@@ -182,9 +203,21 @@ def seed() -> int:
     return int(fixed) if fixed.isdigit() else State.read().seed
 
 
+def workbook(here: Path) -> Path | None:
+    """The workbook that holds this folder: the nearest one with notebooks/ and exercises/."""
+    above = (here.resolve(), *here.resolve().parents)
+    return next((one for one in above if (one / "exercises").is_dir() and (one / "notebooks").is_dir()), None)
+
+
+def _kept() -> Path:
+    """The folder of a student's seed and progress: .ddpkit of the workbook, or else that of the runs."""
+    book = workbook(Path.cwd())
+    return home() if book is None or os.environ.get(wire.ENV_HOME) else book / ".ddpkit"
+
+
 @dataclass
 class State:
-    """What a student has done: a file below .ddpkit, whole or not at all."""
+    """What a student has done: a file, whole or not at all."""
 
     seed: int
     tasks: dict[str, dict[str, Any]]
@@ -192,15 +225,16 @@ class State:
     @classmethod
     def read(cls) -> State:
         """What is kept; a new one, with a seed of its own, where there is none yet."""
-        found = wire.read_record(home() / wire.EXERCISES)
+        found = wire.read_record(_kept() / wire.EXERCISES)
         state = cls(**found) if found else cls(random.SystemRandom().randrange(1, 10_000), {})
         if not found:
             state.write()
         return state
 
     def write(self) -> None:
-        home().mkdir(parents=True, exist_ok=True)
-        wire.write_record(home() / wire.EXERCISES, {"seed": self.seed, "tasks": self.tasks})
+        folder = _kept()
+        folder.mkdir(parents=True, exist_ok=True)
+        wire.write_record(folder / wire.EXERCISES, {"seed": self.seed, "tasks": self.tasks})
 
     def of(self, name: str) -> dict[str, Any]:
         """What was done of exercise `name`; a change to it is kept by `write`."""
@@ -215,7 +249,14 @@ class State:
 
 
 def _read(folder: Path) -> Task:
-    found = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+    found = tomllib.loads(unsealed(folder / "task.toml"))
     kinds = [kind for kind in ("program", "reference", "harness") if (folder / f"{kind}.py").is_file()]
     texts: dict[str, Any] = {kind: read_program(folder / f"{kind}.py") for kind in kinds}
-    return Task(folder.name[1:].replace("_", "."), **{**found, "hints": tuple(found["hints"])}, **texts)
+    found.update({key: tuple(found[key]) for key in ("hints", "keep") if key in found})
+    return Task(folder.name[1:].replace("_", "."), **found, **texts)
+
+
+def unsealed(path: Path) -> str:
+    """The text of a file with answers; `make student` packs it, so that no answer is read by accident."""
+    content = path.read_bytes()
+    return (zlib.decompress(base64.b64decode(content[1:])) if content.startswith(SEAL) else content).decode()

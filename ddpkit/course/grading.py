@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from ddpkit.launcher.launcher import launch
 from ddpkit.run import Run
 from ddpkit.runfolder import steps, wire
 
+from .evidence import mismatch
 from .exercises import State, Task, seed, task
 from .trial import run_recorded
 
@@ -97,7 +99,7 @@ def _of_run(asked: Task, answer: Run, nproc: int) -> Iterator[Step]:
     if not answer.ok or not answer.script:
         got = answer.verdict.sentence or answer.state
         yield mine, Finding(mine, got, "a job that passes", f"print({answer.name}) names the rank and the line")
-    yield mine, None
+    yield mine, _not_kept(asked, answer.script)
     other = str(_other_seed())
     again = _recorded(asked, answer.script, nproc, {wire.ENV_SEED: other})
     yield "your program with another seed", _judged(asked, again, nproc, other)
@@ -110,6 +112,13 @@ def _of_run(asked: Task, answer: Run, nproc: int) -> Iterator[Step]:
     )
     caught = faulty.state != "failed" or faulty.culprit != 1
     yield "your program with a fault in rank 1", wrong if caught else None
+
+
+def _not_kept(asked: Task, script: str) -> Finding | None:
+    for text in asked.keep:
+        if "".join(text.split()) not in "".join(script.split()):
+            return Finding("your program", f"none with `{text}`", "that text as it was", "what the task says of it")
+    return None
 
 
 def _judged(asked: Task, run: Run, nproc: int, used_seed: str) -> Finding | None:
@@ -128,7 +137,21 @@ def _judged(asked: Task, run: Run, nproc: int, used_seed: str) -> Finding | None
         got = "no optimizer step to compare" if off is None else f"parameters {off:.2g} off"
         wanted = "what one process computes from the whole batch"
         return Finding(called, got, wanted, "which samples, and which gradients, your program leaves out")
-    return None
+    return _not_reduced_once(called, run) if asked.reduced_once else None
+
+
+def _not_reduced_once(called: str, run: Run) -> Finding | None:
+    """What is wrong where DDP does not reduce each gradient once in a step, by the ranks' own records."""
+    wanted = "gradients that DDP reduces once in each step"
+    if run.replicas is None:
+        return Finding(called, "no model in DDP", wanted, "who averages the gradients of the ranks")
+    (first, *_), calls = steps.recorded(run.ranks), run.ranks[0].collectives
+    reduced = sum(math.prod(size) for c in calls if c.op == "all_reduce" and "Float" in c.dtypes for size in c.sizes)
+    times = round(reduced / (first.steps * sum(first.sizes)))
+    if times == 1 or not calls:  # an older torch records no collectives of gloo
+        return None
+    got = f"gradients that are reduced {times} times in each step" if times else "gradients that are never reduced"
+    return Finding(called, got, wanted, "how often a step calls backward(), and on what")
 
 
 def _recorded(asked: Task, script: str, nproc: int, env: Mapping[str, str]) -> Run:
@@ -162,18 +185,8 @@ def _of_evidence(asked: Task, answer: dict[str, Any], nproc: int) -> Iterator[St
         called = f"answer[{key!r}]"
         if given is None or given is Ellipsis:
             yield key, Finding(called, "nothing", wanted["asked"], "the evidence of the run above")
-        right = _matches(given, wanted, nproc)
-        yield key, None if right else Finding(called, repr(given), wanted["asked"], wanted["look"])
-
-
-def _matches(given: Any, wanted: dict[str, Any], nproc: int) -> bool:
-    """`rank`: "by seed" is the seed modulo the ranks; `line`: words of that source line alone; `is`: one of these values."""
-    if "rank" in wanted:
-        return given == (seed() % nproc if wanted["rank"] == "by seed" else wanted["rank"])
-    if "line" in wanted:
-        words, line = ("".join(str(text).split()) for text in (given, wanted["line"]))
-        return len(words) >= 6 and words in line
-    return given in wanted["is"]
+        got = mismatch(given, wanted, asked.program, nproc)
+        yield key, Finding(called, got, wanted["asked"], wanted["look"]) if got else None
 
 
 def _other_seed() -> int:

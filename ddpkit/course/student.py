@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ddpkit.errors import LaunchError
 
+from .exercises import workbook
+
 OWN = "work"
 
 
@@ -18,7 +20,9 @@ def start(number: str = "", here: Path | None = None) -> list[Path]:
     Raises:
         LaunchError: there is no such lesson, or no workbook at or above this folder.
     """
-    book = _workbook(here or Path.cwd())
+    here = here or Path.cwd()
+    if (book := workbook(here)) is None:
+        raise LaunchError(f"start: {here} is not inside the workbook; change into the folder that holds notebooks/.")
     lessons = sorted((book / "notebooks").glob("*.ipynb"))
     wanted = [path for path in lessons if path.name.startswith(f"{number.zfill(2)}_" if number else "")]
     if not wanted:
@@ -47,10 +51,3 @@ def without_outputs(notebook: str) -> str:
         if cell["cell_type"] == "code":
             cell["outputs"], cell["execution_count"] = [], None
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
-
-
-def _workbook(here: Path) -> Path:
-    for folder in (here.resolve(), *here.resolve().parents):
-        if (folder / "exercises").is_dir() and (folder / "notebooks").is_dir():
-            return folder
-    raise LaunchError(f"start: {here} is not inside the workbook; change into the folder that holds notebooks/.")

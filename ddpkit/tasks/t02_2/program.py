@@ -21,13 +21,14 @@ class TwoTasks(nn.Module):
 
 
 with setup() as here:
-    torch.manual_seed(int(os.environ.get("DDPKIT_SEED", "0")))
+    seed = int(os.environ.get("DDPKIT_SEED", "0"))
+    torch.manual_seed(seed)
     ddp = DDP(TwoTasks().to(here.device))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    inputs, targets = torch.randn(5, 12, 10), torch.randn(5, 12, 2)
+    torch.manual_seed(1000 * seed + here.rank)  # each rank has samples of its own
+    inputs, targets = torch.randn(5, 6, 10), torch.randn(5, 6, 2)
     for step in range(5):
-        x = inputs[step].chunk(here.world_size)[here.rank].to(here.device)
-        y = targets[step].chunk(here.world_size)[here.rank].to(here.device)
+        x, y = inputs[step].to(here.device), targets[step].to(here.device)
         optimizer.zero_grad()
         for head, wanted in (("price", y[:, :1]), ("demand", y[:, 1:])):
             nn.functional.mse_loss(ddp(x, head), wanted).backward()

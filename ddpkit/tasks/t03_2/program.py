@@ -26,15 +26,17 @@ class Experts(nn.Module):
 
 
 with setup() as here:
-    torch.manual_seed(int(os.environ.get("DDPKIT_SEED", "0")))
+    seed = int(os.environ.get("DDPKIT_SEED", "0"))
+    torch.manual_seed(seed)
     ddp = DDP(Experts().to(here.device))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    inputs, targets = torch.randn(6, 12, 10), torch.randn(6, 12, 1)
     kinds = torch.arange(12).remainder(3).repeat(6, 1)
     kinds[2] = kinds[2].sort().values  # this part of the data came sorted
+    kinds = kinds.chunk(here.world_size, dim=1)[here.rank]
+    torch.manual_seed(1000 * seed + here.rank)  # each rank has samples of its own
+    inputs, targets = torch.randn(*kinds.shape, 10), torch.randn(*kinds.shape, 1)
     for step in range(6):
-        batch = (t[step].chunk(here.world_size)[here.rank].to(here.device) for t in (inputs, targets, kinds))
-        x, y, kind = batch
+        x, y, kind = (t[step].to(here.device) for t in (inputs, targets, kinds))
         optimizer.zero_grad()
         nn.functional.mse_loss(ddp(x, kind), y).backward()
         optimizer.step()

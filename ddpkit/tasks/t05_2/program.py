@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ddpkit.rank import setup
 
-# The machine's: a batch that a worker hands over may take 512 KB. Leave it.
-resource.setrlimit(resource.RLIMIT_FSIZE, (512 * 1024, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+# The machine's: a batch that a worker hands over may take 256 KB. Leave it.
+resource.setrlimit(resource.RLIMIT_FSIZE, (256 * 1024, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 class Frames(Dataset):

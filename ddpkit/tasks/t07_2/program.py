@@ -14,14 +14,15 @@ with setup() as here:
     torch.manual_seed(seed)
     ddp = DDP(nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1)).to(here.device))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    inputs, targets = torch.randn(8, 12, 10), torch.randn(8, 12, 1)
-    # Three readings of a sensor that was off.
-    inputs[3, seed % 12, 4] = torch.nan
-    inputs[5:7, (seed + 6) % 12, 4] = torch.nan
+    off = torch.randperm(8)  # in three steps a sensor was off: in one on one rank, in two on another
+    torch.manual_seed(1000 * seed + here.rank)  # each rank reads sensors of its own
+    inputs, targets = torch.randn(8, 6, 10), torch.randn(8, 6, 1)
+    for steps, rank in (off[:1], seed), (off[1:3], seed + 1):
+        if here.rank == rank % here.world_size:
+            inputs[steps, 2, 4] = torch.nan
     used = 0
     for step in range(8):
-        x = inputs[step].chunk(here.world_size)[here.rank].to(here.device)
-        y = targets[step].chunk(here.world_size)[here.rank].to(here.device)
+        x, y = inputs[step].to(here.device), targets[step].to(here.device)
         if x.isnan().any():
             continue
         optimizer.zero_grad()

@@ -31,7 +31,7 @@ def call(answer, seed):
         mine, taken = parts[0].module.state_dict(), counted.stat().st_size
         alone = _trained(*_parts(here, seed))
         off = max((mine[name] - value).abs().max().item() for name, value in alone.items())
-        return {"off": off, "taken": taken}
+        return {"off": off, "taken": taken, "attempt": attempt}
 
 
 def _parts(here, seed):
@@ -92,6 +92,9 @@ def _dying_save(counted, before):
 
 def judge(returned, seed):
     ranks = returned.values()
+    if any(r["attempt"] < 2 for r in ranks):
+        look = "who writes the files: the kill in the middle of a save waits in torch.save on rank 0"
+        return "a training that the second kill never met", "a save by torch.save, after every 4th step", look
     taken = max(r["taken"] for r in ranks)
     if taken > MOST:
         got = f"{taken} steps in three attempts, for a training of {STEPS}"
