@@ -204,7 +204,7 @@ def test_a_prediction_is_responded_to_and_a_row_is_shown_once(home: Path) -> Non
     bench = ddpkit.FixBench(NAME)
     wrong = bench.run("catch", predict="cures")
     assert wrong.response.startswith(
-        "You said it cures, but it passes and is wrong: exit codes 0 0, and the replicas are 0."
+        "You said it cures; it passes but is wrong: exit codes 0 0, and the replicas are 0."
     )
     assert repr(bench) == f"Fix bench: {NAME} · 17 remedies" and wrong.run.name == "unused_parameters_catch"
     assert "<b>Fix bench: unused_parameters · 17 remedies</b><table>" in bench._repr_mimebundle_()["text/html"]
@@ -222,7 +222,7 @@ def test_a_hung_run_says_what_each_rank_did(home: Path) -> None:
     result = bench.run("barrier", predict="fails")
     waits = "rank 1, 2, 3: waits in barrier #4, line 34: torch.distributed.barrier()"
     assert result.cells[-1] == f"rank 0 waits in all_reduce #4, line 32: loss.backward(); {waits}"
-    assert result.response == f"You said it fails, but it hangs: {result.cells[-1]}."
+    assert result.response == f"You said it fails; it hangs: {result.cells[-1]}."
 
 
 def test_a_run_on_the_bench_can_be_stopped_and_no_second_one_starts(home: Path) -> None:

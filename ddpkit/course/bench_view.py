@@ -24,6 +24,7 @@ from .trial import PREDICTIONS, Result, Results
 
 # Lines shown around a change; what lies farther off is folded.
 AROUND = 3
+TITLES = (*Results.TITLES[:-1], "step time", Results.TITLES[-1])
 STYLE = f"<style>{Path(__file__).with_name('bench.css').read_text(encoding='utf-8')}</style>"
 
 
@@ -142,8 +143,7 @@ class BenchView:
 
 def table(results: Sequence[Result]) -> str:
     """The results as HTML, newest first, with the time of a step; below each, folded, why, and what its ranks did."""
-    *head, ranks = Results.TITLES
-    cells = "".join(f'<th scope="col">{escape(t)}</th>' for t in (*head, "step time", ranks))
+    cells = "".join(f'<th scope="col">{escape(t)}</th>' for t in TITLES)
     rows = "".join(_row(result, result is results[-1]) for result in reversed(results))
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{rows}</tbody></table>"
 
@@ -152,7 +152,8 @@ def _row(result: Result, newest: bool) -> str:
     tried, said, came, *compared, ranks = map(escape, result.cells)
     mark = '<span class="yes">✓</span>' if result.cures else '<span class="no">✗</span>'
     cells = (tried, said, f"{mark} {came}", *compared, escape(result.outcome.step_words), ranks)
-    row = f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    inside = (f'<td data-title="{title}">{cell}</td>' for title, cell in zip(TITLES, cells, strict=True))
+    row = f"<tr>{''.join(inside)}</tr>"
     peaks = [f"rank {r.rank} {r.peak_rss_mib:.0f} MiB" for r in result.run.ranks if r.peak_rss_mib]
     more = f"<div>peak memory: {', '.join(peaks)}</div>" if peaks else ""
     evidence = f"<details><summary>evidence</summary>{rows_as_html(result.run.rows)}{more}</details>"

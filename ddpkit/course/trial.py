@@ -161,7 +161,7 @@ class Result:
         if not self.predicted or self.came == "stopped":
             return self.predicted and "It was stopped before it could tell."
         said, came = (words.replace("but wrong", "but is wrong") for words in (self.predicted, self.came))
-        head = f"As you said, it {came}" if said == came else f"You said it {said}, but it {came.replace('but', 'and')}"
+        head = f"As you said, it {came}" if said == came else f"You said it {said}; it {came}"
         return f"{head}: {self.outcome.evidence}."
 
     @property
@@ -173,7 +173,7 @@ class Result:
             self.predicted or "–",
             self.came,
             _said(found.replicas_apart),
-            _said(found.off_one_process) if found.comparable else "not compared",
+            _said(found.off_one_process) if found.comparable or not self.run.ok else "not compared",
             f"exit codes {_codes(self.run)}" if self.run.ok else _did(self.run.rows, self.run.nproc),
         )
 
