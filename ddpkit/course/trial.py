@@ -97,7 +97,9 @@ class Outcome:
         """What decides: exit codes and comparison of a job that passed, else what the ranks did."""
         if self.run.ok:
             return f"exit codes {_codes(self.run)}, and {self.compared}"
-        at_fault = [row for row in self.run.rows if row.tone == "fault" and self.ends == "fails"]
+        # A rank that was told to end shows its fault only beside what the others did.
+        by_itself = {rank.rank for rank in self.run.ranks if not rank.told and self.ends == "fails"}
+        at_fault = [row for row in self.run.rows if row.tone == "fault" and row.rank in by_itself]
         return _did(at_fault or self.run.rows, self.run.nproc)
 
 
