@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from ddpkit.course.bench_view import BenchView, diff
 from ddpkit.course.lab import Lab, NoSuchLab, labs, patched
 from ddpkit.course.lab import lab as find_lab
 from ddpkit.errors import LaunchError
+from ddpkit.runfolder import wire
 
 NAME = "unused_parameters"
 PROGRAM = find_lab(NAME).program
@@ -62,7 +64,9 @@ def test_what_the_bench_does_not_have_is_told_with_what_is_near() -> None:
     bench = ddpkit.FixBench(NAME)
     with pytest.raises(LaunchError, match="there is no remedy 'frieze'; did you mean 'freeze'"):
         bench.run("frieze")
-    with pytest.raises(LaunchError, match="predict='yes' is not known; use 'cures' or 'does not'"):
+    with pytest.raises(
+        LaunchError, match="predict='yes' is not known; use 'cures', 'fails', 'hangs', 'passes but wrong'"
+    ):
         bench.run("freeze", predict="yes")
     with pytest.raises(LaunchError, match="names of remedies or edit="):
         bench.run("freeze", edit="print()")
@@ -99,14 +103,16 @@ def test_a_run_that_passed_needs_a_lab_to_be_named(script: Callable[..., str]) -
 def test_results_hold_nothing_that_varies(home: Path) -> None:
     first, second = ddpkit.FixBench(NAME), ddpkit.FixBench(NAME)
     for bench in (first, second):
-        bench.run(predict="does not")
+        bench.run(predict="fails")
         bench.run("freeze", "barrier")
         bench.run("catch")
     assert repr(first.results) == repr(second.results)
-    assert first.results._repr_html_() == second.results._repr_html_()
+    assert first.results.html == second.results.html
     assert [r.cures for r in first.results] == [False, True, False]
     assert first.results[1].tried == "Freeze the layer before the wrap + A barrier in every step"
     assert 0.01 < first.results[0].apart_by_step[0] < 1
+    assert first.results[0].cells[-1].startswith("every rank raised RuntimeError, line 29: loss = ")
+    assert first.results[2].cells[-1] == "exit codes 0 0"
     figure = first.compare()
     assert figure.png()[:4] == b"\x89PNG" and "Catch the error" in figure.alt
 
@@ -127,11 +133,74 @@ def test_a_prediction_made_while_a_run_goes_on_is_kept_for_the_next(monkeypatch:
     view._run.click()
     started.wait()
     assert view._prediction.value is None and view._run.disabled
-    view._prediction.value = "does not"
-    assert view._run.disabled, "a run goes on"
+    view._prediction.value = "hangs"
+    assert view._run.disabled and "a run goes on" in view._why_not.value
     may_end.set()
-    wait_for(lambda: view._stop.disabled and not view._run.disabled, 60)
-    assert view._prediction.value == "does not" and predicted == ["cures"]
+    wait_for(lambda: not view._run.disabled, 60)
+    assert view._prediction.value == "hangs" and predicted == ["cures"]
+
+
+def test_the_remedies_are_shuffled_alike_for_the_same_reader(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = [r.name for r in find_lab(NAME).remedies]
+    orders = []
+    for reader in ("7", "7", "8"):
+        monkeypatch.setenv(wire.ENV_SEED, reader)
+        orders.append([r.name for r in ddpkit.FixBench(NAME).remedies])
+    assert orders[0] == orders[1] != orders[2] and catalog not in orders and sorted(orders[2]) == sorted(catalog)
+
+
+def test_why_the_button_is_disabled_stands_beside_it(home: Path) -> None:
+    view = BenchView(ddpkit.FixBench(NAME))
+    assert view._run.disabled and "choose a prediction first" in view._why_not.value
+    view._prediction.value = "fails"
+    assert not view._run.disabled and "<span></span>" in view._why_not.value.replace(' class="bench-muted"', "")
+    view._chosen["freeze"].value = view._chosen["find_unused"].value = True
+    view._prediction.value = "fails"
+    assert view._run.disabled and "edit the same lines" in view._why_not.value
+
+
+def test_what_is_chosen_is_a_patch_for_git_apply(home: Path, tmp_path: Path) -> None:
+    bench = ddpkit.FixBench(NAME)
+    with pytest.raises(LaunchError, match="no remedy is chosen, so there is nothing to patch"):
+        bench.patch()
+    bench._view = BenchView(bench)
+    bench._view._chosen["freeze"].value = True
+    assert bench.patch() == bench.patch("freeze")
+    debug = next(r for r in bench.remedies if r.env and not r.edits)
+    assert bench.patch(debug.name).startswith(f"Set {next(iter(debug.env))}=")
+    for ending in ("", "\n"):
+        bench.script = PROGRAM.rstrip() + ending
+        program = tmp_path / f"{NAME}.py"
+        program.write_text(bench.script)
+        text = bench.patch("freeze", debug.name)
+        subprocess.run(["git", "apply", "-"], input=text, text=True, cwd=tmp_path, check=True)
+        assert program.read_text() == bench.script_with("freeze") != bench.script
+
+
+@pytest.mark.job
+def test_a_prediction_is_responded_to_and_a_row_is_shown_once(home: Path) -> None:
+    bench = ddpkit.FixBench(NAME)
+    wrong = bench.run("catch", predict="cures")
+    assert wrong.response.startswith(
+        "You said it cures; it passes but is wrong: exit codes 0 0, and the replicas are 0."
+    )
+    assert repr(bench) == f"Fix bench: {NAME} · 17 remedies" and wrong.run.name == "unused_parameters_catch"
+    assert "<b>Fix bench: unused_parameters · 17 remedies</b><table>" in bench._repr_mimebundle_()["text/html"]
+    right = bench.run("freeze", predict="cures")
+    told = "As you said, it cures: exit codes 0 0, and the replicas are equal to each other and to one process."
+    assert right.response == told and repr(right).endswith(f"→ cures\n{told}")
+    assert bench.title.endswith(" · A layer takes no part in the loss, on every rank")
+    shown = bench.results._repr_mimebundle_()
+    assert "Freeze" in shown["text/plain"] and not any("Catch" in text for text in shown.values())
+    assert "Catch" in bench.results._repr_mimebundle_()["text/plain"], "where nothing is new, all is shown"
+
+
+def test_a_hung_run_says_what_each_rank_did(home: Path) -> None:
+    bench = ddpkit.FixBench("branch_by_rank", backend="gloo", nproc=4)
+    result = bench.run("barrier", predict="fails")
+    waits = "rank 1, 2, 3: waits in barrier #4, line 34: torch.distributed.barrier()"
+    assert result.cells[-1] == f"rank 0 waits in all_reduce #4, line 32: loss.backward(); {waits}"
+    assert result.response == f"You said it fails; it hangs: {result.cells[-1]}."
 
 
 @pytest.mark.job

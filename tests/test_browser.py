@@ -326,7 +326,9 @@ def test_a_hung_job_keeps_its_verdict_diagnosis_and_table(lab: Lab, page: Any, s
     shoot_all(page, shots, "live-hung")
     for cell_number in (2, 3):
         run_cell(page, cell_number)
-    wait_for_text(page, page.locator(".jp-RenderedHTML .ddpkit-run"), "stacks, your own lines")
+    told = page.locator(".jp-RenderedHTML .ddpkit-run").filter(has_text="stacks, your own lines")
+    told.last.wait_for()
+    assert not told.first.is_visible(), "the live view above it has told the verdict already"
     page.locator(".jp-RenderedImage img").wait_for()
     page.locator(".jp-RenderedHTML").last.scroll_into_view_if_needed()
     page.screenshot(path=shots / "figure-hung.png")
@@ -365,32 +367,41 @@ def test_on_the_bench_a_decoy_fails_and_a_cure_passes(lab: Lab, page: Any, shots
     lab.open(page, "bench.ipynb")
     run_cell(page, 0)
     bench = page.locator(".ddpkit-bench")
-    run, stop = (bench.get_by_role("button", name=name) for name in ("Run", "Stop"))
+    run, stop = (bench.get_by_role("button", name=name, exact=True) for name in ("Run", "Stop"))
+    rows = bench.locator(".bench-results > table > tbody > tr")
     bench.get_by_text("self.middle = nn.Linear(32, 32)").first.wait_for()
-    assert run.is_disabled(), "the reader has not predicted yet"
+    assert run.is_disabled() and bench.get_by_text("choose a prediction first").is_visible()
+    assert "takes no part" not in bench.inner_text(), "the cause is told before a cure ran"
     choose(bench, "A barrier in every step")
     wait_for_text(page, bench.locator("tr.new"), "torch.distributed.barrier()")
-    bench.get_by_role("button", name="it cures").click()
+    bench.get_by_role("button", name="cures").click()
     page.wait_for_function("() => document.querySelector('.ddpkit-bench button.mod-primary').disabled === false")
     # The keyboard does as well as the mouse.
     run.focus()
     page.keyboard.press("Enter")
-    wait_for_text(page, bench.locator(".bench-results > table > tbody > tr"), "fails")
-    row = bench.locator(".bench-results > table > tbody > tr").first.inner_text()
-    assert "A barrier in every step" in row and "cures" in row and "1 1" in row
-    wait_for_text(page, bench.locator(".ddpkit"), "Every rank raised RuntimeError")
+    stop.wait_for()
+    assert stop.count() == 1
+    wait_for_text(page, rows, "fails")
+    row = rows.first.inner_text()
+    assert "A barrier in every step" in row and "cures" in row and "every rank raised RuntimeError, line 29" in row
+    told = bench.get_by_role("status").filter(has_text="You said it cures; it fails: every rank raised")
+    told.wait_for()
+    verdict = bench.locator(".ddp-sentence").inner_text()
+    assert verdict and bench.inner_text().count(verdict) == 1, "the verdict is told more than once"
     shoot_bench(page, bench, shots, "bench-decoy")
     assert run.is_disabled(), "the next run wants a prediction of its own"
     choose(bench, "A barrier in every step")
     choose(bench, "Freeze the layer before the wrap")
     wait_for_text(page, bench.locator("tr.new"), "net.middle.requires_grad_(False)")
-    bench.get_by_role("button", name="it cures").click()
+    bench.get_by_role("button", name="cures").click()
     run.click()
-    wait_for_text(page, bench.locator(".bench-results > table > tbody > tr"), "✓ cures")
-    # A row for each run, and one below it with its evidence.
-    assert bench.locator(".bench-results > table > tbody > tr").count() == 4 and stop.is_disabled()
-    bench.locator(".bench-results summary").first.click()
-    wait_for_text(page, bench.locator(".bench-results"), "unused_parameters (certain)")
+    wait_for_text(page, rows.first, "✓ cures")
+    wait_for_text(page, bench, "As you said, it cures: exit codes 0 0")
+    wait_for_text(page, bench.locator(".bench-head"), "A layer takes no part in the loss, on every rank")
+    # A row for each run, the newest first, and one below it with its evidence.
+    assert rows.count() == 4 and not stop.is_visible()
+    rows.nth(3).get_by_text("evidence").click()
+    wait_for_text(page, rows.nth(3), "Expected to have finished reduction")
     shoot_bench(page, bench, shots, "bench-cure")
     for cell in (1, 2):
         run_cell(page, cell)
@@ -428,16 +439,16 @@ def test_a_learner_meets_a_decoy_and_a_cure(lab: Lab, page: Any, shots: Path, pa
         for one in (before, remedy):
             if one is not None:
                 choose(bench, one.title)
-        bench.get_by_role("button", name="it does not").click()
-        bench.get_by_role("button", name="Run").click()
-        # A row for the run, and one below it with its evidence.
+        bench.get_by_role("button", name="fails").click()
+        bench.get_by_role("button", name="Run", exact=True).click()
+        # A row for the run, and one below it with its evidence; the newest comes first.
         rows.nth(already + 2 * i - 1).wait_for(timeout=PATIENCE_MS)
-        bench.get_by_role("button", name="Run").scroll_into_view_if_needed()
+        bench.get_by_role("button", name="Run", exact=True).scroll_into_view_if_needed()
         page.screenshot(path=shots / f"{path.stem}-{i}-{remedy.name if remedy else 'as_it_is'}.png")
-    verdicts = [rows.nth(already + 2 * i).inner_text() for i in range(3)]
+    verdicts = [rows.nth(2 * i).inner_text() for i in (2, 1, 0)]
     assert "✗" in verdicts[0] and "✗" in verdicts[1] and "✓ cures" in verdicts[2], verdicts
     assert all(r.title in verdict for r, verdict in zip(chosen, verdicts, strict=True) if r)
-    rows.nth(already).scroll_into_view_if_needed()
+    rows.first.scroll_into_view_if_needed()
     page.screenshot(path=shots / f"{path.stem}-results.png")
 
 

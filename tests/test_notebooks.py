@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -47,3 +50,22 @@ def test_every_claim_has_its_cell(path: Path) -> None:
         run = run + len(cell.source.split()) if cell.cell_type == "markdown" else 0
         longest = max(longest, run)
     assert longest <= 260, f"{longest} words without a cell"
+
+
+@pytest.mark.job
+@pytest.mark.browser
+def test_a_launch_is_stored_with_a_picture_of_its_lanes(home: Path) -> None:
+    """For pages that draw no widgets; nbval compares no picture."""
+    if not (shutil.which("chromium") or shutil.which("google-chrome")):
+        pytest.skip("no chromium on this machine")
+    source = (
+        "import ddpkit\nddpkit.FixBench('skipped_collective').run(show=True)\nrun = ddpkit.launch(print, ('hello',))"
+    )
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    nbformat.write(notebook, home / "one.ipynb")
+    subprocess.run([sys.executable, ROOT / "tools" / "store_outputs.py", home / "one.ipynb"], check=True)
+    views = [o for o in nbformat.read(home / "one.ipynb", as_version=4).cells[0].outputs if "image/png" in o.data]
+    assert [set(o.data) for o in views] == [{"text/plain", "image/png"}] * 2
+    assert views[0].metadata["image/png"].alt.startswith("skipped_collective, hung; rank 0: waits in all_reduce #10")
+    assert views[1].metadata["image/png"].alt == "print, passed; rank 0: passed; rank 1: passed"
+    assert all(2_000 < len(o.data["image/png"]) < 30_000 for o in views)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import os
 import sys
 import time
@@ -12,9 +13,10 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from view_picture import CHROMIUM, few_colours, pictures
 
 ROOT = Path(__file__).resolve().parents[1]
-# Without the widget's state a stored view is shown as an error; the text and HTML forms beside it stay.
+# Without the widget's state a stored view is shown as an error; a picture takes its place, which nbval does not compare.
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CELL_TIMEOUT_S = 300
@@ -41,6 +43,7 @@ def store(path: Path) -> bool:
     began_s = time.monotonic()
     problem = run(notebook, path.parent)
     if problem is None:
+        draw_views(notebook)
         clean(notebook)
         problem = workplace_in(notebook)
     print(f"{shown(path)}: {time.monotonic() - began_s:.0f} s, {problem or 'stored'}", flush=True)
@@ -57,7 +60,7 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> str | None:
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
         record_timing=False,
-        store_widget_state=False,
+        store_widget_state=True,
         coalesce_streams=True,
         extra_arguments=["--IPKernelApp.log_level=40"],  # or every kernel warns of its loopback ports
     )
@@ -66,6 +69,32 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> str | None:
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         return f"a cell failed:\n{error}"
     return None
+
+
+def draw_views(notebook: nbformat.NotebookNode) -> None:
+    """A picture beside each live view, from the state that its widget ended with; figures get a small palette."""
+    states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {}).get("state", {})
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
+    for output in outputs:
+        if "image/png" in output.data:
+            output.data["image/png"] = encoded(few_colours(base64.b64decode(output.data["image/png"])))
+    shown = {id(o): states.get(o.data.get(WIDGET_VIEW, {}).get("model_id"), {}).get("state", {}) for o in outputs}
+    views = [output for output in outputs if shown[id(output)].get("final", {}).get("over")]
+    if views and CHROMIUM is None:
+        print("Without chromium the live views are stored without a picture.", flush=True)
+        return
+    for output, png in zip(views, pictures([shown[id(output)] for output in views]), strict=True):
+        output.data["image/png"] = encoded(png)
+        output.metadata["image/png"] = {"alt": in_words(**shown[id(output)])}
+
+
+def in_words(job: dict[str, Any], final: dict[str, Any], **_: Any) -> str:
+    ranks = (f"rank {rank}: {words}" for rank, _role, words, *_ in final["endings"])
+    return f"{job['name']}, {final['state']}; {'; '.join(ranks)}"
+
+
+def encoded(png: bytes) -> str:
+    return base64.b64encode(png).decode()
 
 
 def clean(notebook: nbformat.NotebookNode) -> None:

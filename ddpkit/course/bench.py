@@ -5,7 +5,10 @@ Every button of its view, `bench_view.py`, calls a method of this class; it work
 
 from __future__ import annotations
 
+import difflib
+import random
 import threading
+from html import escape
 from typing import Any
 
 from ddpkit.display.picture import Picture
@@ -14,11 +17,11 @@ from ddpkit.errors import LaunchError
 from ddpkit.run import Run
 
 from . import comparison
+from .exercises import seed
 from .lab import Lab, Remedy, fits, lab, labs, patched
-from .trial import Outcome, Result, Results, Trials
+from .trial import PREDICTIONS, Outcome, Result, Results, Trials
 
 NOTHING, OWN, RECORDED = "as it is", "your own edit", "as it is, recorded on Linux"
-PREDICTIONS = ("cures", "does not")
 
 
 class FixBench:
@@ -30,7 +33,9 @@ class FixBench:
         lab: which lab's remedies to offer for a run; by default that of its diagnosis.
         options: further options of `launch`, such as nproc=4 or timeout=120.
 
-    Where the failure cannot be had on this platform, `why_not_here` says so, and the results hold a recorded run alone.
+    `remedies` are the lab's, shuffled: always in the same order for the same reader. `title` names the run, and the
+    cause only when a remedy has cured. Where the failure cannot be had on this platform, `why_not_here` says so, and
+    the results hold a recorded run alone.
 
     Raises:
         NoSuchLab: no lab has that name, or none goes with that run.
@@ -39,9 +44,13 @@ class FixBench:
     def __init__(self, subject: str | Run, lab: str | None = None, **options: Any) -> None:
         self.lab = _lab_for(subject, lab)
         self.why_not_here = self.lab.why_not_here()
+        self.name = options.pop("name", self.lab.name if isinstance(subject, str) else subject.name)
         self.script = self.lab.program if isinstance(subject, str) else subject.script
+        order = random.Random(f"{seed()} {self.lab.name}")
+        self.remedies: tuple[Remedy, ...] = tuple(order.sample(self.lab.remedies, len(self.lab.remedies)))
         self._trials = Trials(self.lab, self.script, options)
         self._results: list[Result] = []
+        self._shown = [0]
         if self.why_not_here:
             outcome = Outcome(Run.from_folder(self.lab.recorded), None, None, comparable=False)
             self._results.append(Result(RECORDED, "", outcome))
@@ -50,14 +59,17 @@ class FixBench:
         self._live: Run | None = None
 
     @property
-    def remedies(self) -> tuple[Remedy, ...]:
-        """The remedies of the lab, in the order in which they are offered."""
-        return self.lab.remedies
+    def title(self) -> str:
+        """The name of the reader's run; with the cause, once a remedy has cured."""
+        cured = any(result.cures for result in self._results)
+        return f"Fix bench: {self.name}" + (f" · {self.lab.title}" if cured else "")
 
     @property
     def results(self) -> Results:
         """One result per run, oldest first."""
-        return Results(self._results)
+        found = Results(self._results)
+        found.shown = self._shown
+        return found
 
     def fits(self, name: str) -> bool:
         """Whether the remedy called `name` finds its place in the script."""
@@ -76,13 +88,30 @@ class FixBench:
                 raise
             raise LaunchError(f"FixBench: {' and '.join(names)} edit the same lines; {error}") from None
 
+    def patch(self, *names: str) -> str:
+        """The remedies of these names, or what is chosen in the view, as text for `git apply`; variables are told above it.
+
+        Raises:
+            LaunchError: as for `script_with`, or nothing is chosen.
+        """
+        chosen = names or (self._view.names if self._view else ())
+        own = self._view.own if self._view and not names else None
+        after = self.script_with(*chosen) if own is None else own
+        variables = [f"Set {k}={v} for torchrun.\n" for n in chosen for k, v in (self.lab.remedy(n).env or {}).items()]
+        old, new = (text.splitlines(keepends=True) for text in (self.script, after))
+        lines = list(difflib.unified_diff(old, new, f"a/{self.name}.py", f"b/{self.name}.py"))
+        if not lines and not variables:
+            raise LaunchError("FixBench: no remedy is chosen, so there is nothing to patch; name one: patch('...').")
+        whole = (line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+        return "".join([*variables, *whole])
+
     def run(
         self, *names: str, edit: str | None = None, predict: str | None = None, show: bool | str | Sink = False
     ) -> Result:
         """Run the script with the remedies of these `names`, or the text `edit` instead of it; without either, as it is.
 
         Args:
-            predict: "cures" or "does not", to stand beside the verdict.
+            predict: "cures", "fails", "hangs" or "passes but wrong"; `response` of the result says whether that was right.
             show: as for `launch`.
 
         Raises:
@@ -92,7 +121,7 @@ class FixBench:
         if self.why_not_here:
             raise LaunchError(f"FixBench: {self.why_not_here} `results` holds a recorded run.")
         if predict not in (None, *PREDICTIONS):
-            raise LaunchError(f"FixBench: predict={predict!r} is not known; use {' or '.join(map(repr, PREDICTIONS))}.")
+            raise LaunchError(f"FixBench: predict={predict!r} is not known; use {', '.join(map(repr, PREDICTIONS))}.")
         if names and edit is not None:
             raise LaunchError(
                 "FixBench: give names of remedies or edit=, not both; script_with() has the text to edit."
@@ -102,7 +131,8 @@ class FixBench:
         if not self._busy.acquire(blocking=False):
             raise LaunchError("FixBench: a run goes on; wait for it, or stop it.")
         try:
-            run = self._watched(self._trials.run(remedies, script=script, show=show, wait=False))
+            name = "_".join([self.name, *names])
+            run = self._watched(self._trials.run(remedies, script=script, show=show, wait=False, name=name))
             outcome = self._trials.outcome(run, all(r.keeps for r in remedies))
         finally:
             self._live = None
@@ -135,17 +165,20 @@ class FixBench:
         """
         if not self._results:
             raise LaunchError("FixBench: there is nothing to compare yet; run something first.")
-        return comparison.draw(self.lab.title, self.results)
+        return comparison.draw(self.title, self.results)
 
     def __repr__(self) -> str:
-        return f"bench: {self.lab.title} · {len(self.remedies)} remedies"
+        return f"{self.title} · {len(self.remedies)} remedies"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         if self._view is None:
             from .bench_view import BenchView
 
             self._view = BenchView(self)
-        return {**self._view.box._repr_mimebundle_(**kwargs), "text/plain": repr(self)}
+        # Where no widget is drawn (GitHub, exported HTML) the table is, as it is now.
+        self._shown[0] = len(self._results)
+        static = {"text/html": f"<b>{escape(repr(self))}</b>{self.results.html}"} if self._results else {}
+        return {**self._view.box._repr_mimebundle_(**kwargs), "text/plain": repr(self), **static}
 
 
 def _lab_for(subject: str | Run, name: str | None) -> Lab:

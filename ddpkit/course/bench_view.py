@@ -15,15 +15,16 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from ddpkit.display.html import as_html
+from ddpkit.display.html import rows_as_html
 from ddpkit.display.view import RunView
 from ddpkit.errors import LaunchError
 
 from .lab import Remedy
-from .trial import Result
+from .trial import PREDICTIONS, Result, Results
 
 # Lines shown around a change; what lies farther off is folded.
 AROUND = 3
+TITLES = (*Results.TITLES[:-1], "step time", Results.TITLES[-1])
 STYLE = f"<style>{Path(__file__).with_name('bench.css').read_text(encoding='utf-8')}</style>"
 
 
@@ -32,22 +33,21 @@ class BenchView:
 
     def __init__(self, bench: Any) -> None:
         self._bench = bench
+        self._running = False
         self._chosen = {r.name: self._checkbox(r) for r in bench.remedies}
         self._own = widgets.Checkbox(description="Your own edit", indent=False)
         self._text = widgets.Textarea(rows=24, layout=_wide(display="none"), description_allow_html=False)
-        self._prediction = widgets.ToggleButtons(
-            options=[("it cures", "cures"), ("it does not", "does not")], value=None, style={"button_width": "auto"}
-        )
-        self._run = widgets.Button(description="Run", button_style="primary", disabled=True, tooltip="Predict first")
-        self._stop = widgets.Button(description="Stop", disabled=True, tooltip="End every rank")
-        self._diff, self._say, self._table = widgets.HTML(), widgets.HTML(), widgets.HTML()
+        options = [(words, words) for words in PREDICTIONS]
+        self._prediction = widgets.ToggleButtons(options=options, value=None, style={"button_width": "auto"})
+        self._run = widgets.Button(description="Run", button_style="primary", disabled=True)
+        self._head, self._diff, self._why_not = widgets.HTML(), widgets.HTML(), widgets.HTML()
+        self._say, self._table = widgets.HTML(), widgets.HTML()
         self._stage = widgets.VBox(layout=_wide())
         self.box = self._laid_out()
         for control in (*self._chosen.values(), self._own, self._text):
             control.observe(self._changed, "value")
         self._prediction.observe(lambda _: self._enable(), "value")
         self._run.on_click(lambda _: self._clicked_run())
-        self._stop.on_click(lambda _: threading.Thread(target=self._bench.stop, daemon=True).start())
         self._changed({"owner": None})
         self.show_results()
 
@@ -57,101 +57,110 @@ class BenchView:
         return widgets.Checkbox(description=words, indent=False, disabled=not fits, tooltip=remedy.title)
 
     def _laid_out(self) -> Any:
-        lab = self._bench.lab
-        head = widgets.HTML(f'{STYLE}<div class="bench-head"><b>Bench</b> · {escape(lab.title)}</div>')
-        ask = widgets.HTML("<b>Your prediction</b>, before it runs:")
-        buttons = widgets.HBox([self._run, self._stop], layout=widgets.Layout(padding="6px 0"))
+        ask = widgets.HTML("<b>Your prediction</b>, before it runs: the job …")
+        button = widgets.HBox([self._run, self._why_not], layout=widgets.Layout(padding="6px 0", align_items="center"))
         title = widgets.HTML("<b>Remedies</b>; several may go together")
-        controls = [title, *self._chosen.values(), self._own, ask, self._prediction, buttons, self._say]
+        controls = [title, *self._chosen.values(), self._own, ask, self._prediction, button, self._say]
         side = widgets.VBox(controls, layout=widgets.Layout(flex="1 1 300px", padding="8px 12px", min_width="260px"))
         code = widgets.VBox(
             [self._diff, self._text], layout=widgets.Layout(flex="1.4 1 380px", min_width="0", overflow="hidden")
         )
         work = widgets.HBox([code, side], layout=widgets.Layout(flex_flow="row wrap", width="100%"))
-        box = widgets.VBox([head, work, self._stage, self._table], layout=_wide())
+        box = widgets.VBox([self._head, work, self._table, self._stage], layout=_wide())
         box.add_class("ddpkit-bench")
         return box
 
     @property
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """The remedies that are chosen."""
         return [name for name, box in self._chosen.items() if box.value]
+
+    @property
+    def own(self) -> str | None:
+        """The reader's own edit; None where remedies are chosen instead."""
+        return self._text.value if self._own.value else None
 
     def _changed(self, change: Any) -> None:
         """Something was chosen or written: the diff is drawn anew, and a new prediction is asked for."""
-        own = bool(self._own.value)
-        if change["owner"] is self._own and own:
-            self._text.value = self._combined() or self._bench.script
-        self._text.layout.display = "" if own else "none"
+        if change["owner"] is self._own and self._own.value:
+            self._text.value = self._combined()[0] or self._bench.script
+        self._text.layout.display = "" if self._own.value else "none"
         for name, box in self._chosen.items():
-            box.disabled = own or not self._bench.fits(name)
-        script = self._text.value if own else self._combined()
+            box.disabled = self._own.value or not self._bench.fits(name)
+        script = self._combined()[0] if self.own is None else self.own
         if script is not None:
             self._diff.value = f'<div class="bench-code" tabindex="0">{diff(self._bench.script, script)}</div>'
         if change["owner"] is not None and change["owner"] is not self._text:
             self._prediction.value = None
         self._enable()
 
-    def _combined(self) -> str | None:
-        """The script with what is chosen; None, and a sentence, where two of them clash."""
+    def _combined(self) -> tuple[str | None, str]:
+        """The script with what is chosen, or None and a sentence, where two of them clash."""
         try:
-            script = self._bench.script_with(*self._names)
+            return self._bench.script_with(*self.names), ""
         except LaunchError as error:
-            self._tell(str(error))
-            return None
-        self._tell(self._bench.why_not_here)
-        return script
+            return None, str(error)
 
     def _enable(self) -> None:
-        running = not self._stop.disabled
-        clash = not self._own.value and self._combined() is None
-        here = not self._bench.why_not_here
-        self._run.disabled = running or clash or self._prediction.value is None or not here
-        self._run.tooltip = "Start the job" if self._prediction.value else "Predict first: does it cure?"
+        """The button works where a run may start; beside it stands why not."""
+        clash = self._combined()[1] if self.own is None else ""
+        why_not = self._bench.why_not_here or ("a run goes on" if self._running else clash)
+        if not why_not and self._prediction.value is None:
+            why_not = "choose a prediction first"
+        self._run.disabled = bool(why_not)
+        self._why_not.value = f'<span class="bench-muted">{escape(why_not)}</span>'
 
     def _clicked_run(self) -> None:
-        self._run.disabled, self._stop.disabled = True, False
-        names, own, predicted = self._names, self._text.value if self._own.value else None, self._prediction.value
+        self._running = True
+        names, own, predicted = self.names, self.own, self._prediction.value
         # Now rather than at its end, when the reader may have predicted the next one already.
         self._prediction.value = None
+        self._enable()
         threading.Thread(target=self._run_it, args=(names, own, predicted), daemon=True).start()
 
     def _run_it(self, names: Sequence[str], own: str | None, predicted: str) -> None:
         view = RunView()
         self._stage.children = (view,)
+        self._tell("")
         try:
             self._bench.run(*(names if own is None else ()), edit=own, predict=predicted, show=view)
         except LaunchError as error:
             self._tell(str(error))
         finally:
-            self._stop.disabled = True
+            self._running = False
             self._enable()
 
     def _tell(self, words: str) -> None:
-        self._say.value = f'<div role="status">{escape(words)}</div>' if words else ""
+        self._say.value = f'<div class="bench-say" role="status">{escape(words)}</div>' if words else ""
 
     def show_results(self) -> None:
+        """Draw title and table anew, with the response to the newest result's prediction."""
         results = self._bench.results
+        self._head.value = f'{STYLE}<div class="bench-head"><b>{escape(self._bench.title)}</b></div>'
         self._table.value = f'<div class="bench-results">{table(results)}</div>' if results else ""
+        self._tell(results[-1].response if results else "")
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results as HTML, with the time of a step, and each run folded below its remedy."""
-    titles = ("remedy", "you said", "verdict", "replicas", "as one process", "step time", "exit codes")
-    head = "".join(f'<th scope="col">{escape(t)}</th>' for t in titles)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_row, results))}</tbody></table>"
+    """The results as HTML, newest first, with the time of a step; below each, folded, why, and what its ranks did."""
+    cells = "".join(f'<th scope="col">{escape(t)}</th>' for t in TITLES)
+    rows = "".join(_row(result, result is results[-1]) for result in reversed(results))
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _row(result: Result) -> str:
-    tried, said, verdict, replicas, off, codes = map(escape, result.cells)
+def _row(result: Result, newest: bool) -> str:
+    tried, said, came, *compared, ranks = map(escape, result.cells)
     mark = '<span class="yes">✓</span>' if result.cures else '<span class="no">✗</span>'
-    cells = (tried, said, f"{mark} {verdict}", replicas, off, escape(result.outcome.step_words), codes)
+    cells = (tried, said, f"{mark} {came}", *compared, escape(result.outcome.step_words), ranks)
+    inside = (f'<td data-title="{title}">{cell}</td>' for title, cell in zip(TITLES, cells, strict=True))
+    row = f"<tr>{''.join(inside)}</tr>"
     peaks = [f"rank {r.rank} {r.peak_rss_mib:.0f} MiB" for r in result.run.ranks if r.peak_rss_mib]
     more = f"<div>peak memory: {', '.join(peaks)}</div>" if peaks else ""
-    why = f"<div>{escape(result.why)}</div>" if result.why else ""
-    evidence = f"{why}<details><summary>evidence</summary>{as_html(result.run)}{more}</details>"
-    return (
-        f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr><tr><td colspan='{len(cells)}'>{evidence}</td></tr>"
-    )
+    evidence = f"<details><summary>evidence</summary>{rows_as_html(result.run.rows)}{more}</details>"
+    if not result.why:
+        return f"{row}<tr><td colspan='{len(cells)}'>{evidence}</td></tr>"
+    why = f"<details{' open' if newest else ''}><summary>why</summary>{escape(result.why)}</details>"
+    return f"{row}<tr><td colspan='{len(cells)}'>{why}{evidence}</td></tr>"
 
 
 def diff(before: str, after: str) -> str:

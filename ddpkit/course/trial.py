@@ -8,6 +8,7 @@ from functools import cached_property
 from html import escape
 from typing import Any
 
+from ddpkit.diagnosis.rows import Row
 from ddpkit.display.html import table_row
 from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
@@ -18,6 +19,8 @@ from ddpkit.run import Run
 from ddpkit.runfolder import steps, wire
 
 from .lab import Lab, Remedy, patched
+
+PREDICTIONS = ("cures", "fails", "hangs", "passes but wrong")
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,32 @@ class Outcome:
         """The verdict in a few words, the same in every run."""
         if self.ends in ("fails", "hangs"):
             return f"{self.ends}{_who(self.run)}"
-        if self.ends != "wrong":
-            return self.ends
+        return f"passes, and {self.compared}" if self.ends == "wrong" else self.ends
+
+    @property
+    def compared(self) -> str:
+        """What the comparison of a job that passed has found."""
         if float("inf") in (self.replicas_apart, self.off_one_process):
-            return "passes, and values are not finite"
+            return "values are not finite"
         if self.replicas_apart is not None and not steps.equal(self.replicas_apart):
-            return f"passes, and the replicas are {self.replicas_apart:.2g} apart"
+            return f"the replicas are {self.replicas_apart:.2g} apart"
         if self.off_one_process is not None and not steps.equal(self.off_one_process):
-            return f"passes, and is {self.off_one_process:.2g} off what one process computes"
-        return "passes, with nothing to compare"
+            return f"the result is {self.off_one_process:.2g} off what one process computes"
+        if self.ends == "wrong":
+            return "there is nothing to compare"
+        if self.replicas_apart is None:
+            return "the result is that of one process" if self.comparable else "each rank holds its own shard"
+        return "the replicas are equal to each other" + (" and to one process" if self.comparable else "")
+
+    @property
+    def evidence(self) -> str:
+        """What decides: exit codes and comparison of a job that passed, else what the ranks did."""
+        if self.run.ok:
+            return f"exit codes {_codes(self.run)}, and {self.compared}"
+        # A rank that was told to end shows its fault only beside what the others did.
+        by_itself = {rank.rank for rank in self.run.ranks if not rank.told and self.ends == "fails"}
+        at_fault = [row for row in self.run.rows if row.tone == "fault" and row.rank in by_itself]
+        return _did(at_fault or self.run.rows, self.run.nproc)
 
 
 def _who(run: Run) -> str:
@@ -94,9 +114,23 @@ def _who(run: Run) -> str:
     return f" · {subject}: {ended.pop()}" if len(ended) == 1 else f" · {subject}"
 
 
+def _codes(run: Run) -> str:
+    return " ".join(str(rank.exitcode) for rank in run.ranks)
+
+
+def _did(rows: Sequence[Row], nproc: int) -> str:
+    """`rank 0 waits in all_reduce #10, line 17: loss.backward(); rank 1 computes, line 43: x.sum()`; like ranks together."""
+    by_words: dict[str, list[str]] = {}
+    for row in rows:
+        by_words.setdefault(", ".join(filter(None, (row.words, row.where))), []).append(str(row.rank))
+    if nproc > 1 and [len(ranks) for ranks in by_words.values()] == [nproc]:
+        return f"every rank {next(iter(by_words))}"
+    return "; ".join(f"rank {', '.join(r)}{':' if r[1:] else ''} {words}" for words, r in by_words.items())
+
+
 @dataclass(frozen=True, repr=False)
 class Result:
-    """One run on the bench. `predicted`: "cures", "does not", or "" for nothing; `why`: the reasons of its remedies."""
+    """One run on the bench. `predicted`: one of `PREDICTIONS`, or "" for nothing; `why`: the reasons of its remedies."""
 
     tried: str
     predicted: str
@@ -119,34 +153,59 @@ class Result:
         return [round(apart, 6) for apart in steps.apart_by_step(self.run.ranks)]
 
     @property
+    def came(self) -> str:
+        """How it ended, in the words of a prediction, or "stopped"."""
+        return "passes but wrong" if self.outcome.ends == "wrong" else self.outcome.ends
+
+    @property
+    def response(self) -> str:
+        """Whether the prediction was right, with the evidence that decides; "" where nothing was predicted."""
+        if not self.predicted or self.came == "stopped":
+            return self.predicted and "It was stopped before it could tell."
+        said, came = (words.replace("but wrong", "but is wrong") for words in (self.predicted, self.came))
+        head = f"As you said, it {came}" if said == came else f"You said it {said}; it {came}"
+        return f"{head}: {self.outcome.evidence}."
+
+    @property
     def cells(self) -> tuple[str, ...]:
         """What stands in its row of the table, the same in every run."""
         found = self.outcome
-        codes = "".join(f"{rank.exitcode} " for rank in self.run.ranks).strip()
         return (
             self.tried,
             self.predicted or "–",
-            found.words,
+            self.came,
             _said(found.replicas_apart),
-            _said(found.off_one_process) if found.comparable else "not compared",
-            codes,
+            _said(found.off_one_process) if found.comparable or not self.run.ok else "not compared",
+            f"exit codes {_codes(self.run)}" if self.run.ok else _did(self.run.rows, self.run.nproc),
         )
 
     def __repr__(self) -> str:
-        return f"{self.tried} → {self.outcome.words}"
+        return "\n".join(filter(None, (f"{self.tried} → {self.outcome.words}", self.response)))
 
 
 class Results(tuple[Result, ...]):
-    """The results of a bench, oldest first; shown as a table that holds nothing that varies from run to run."""
+    """The results of a bench, oldest first; shown as a table that holds nothing that varies from run to run.
 
-    TITLES = ("remedy", "you said", "verdict", "replicas", "as one process", "exit codes")
+    As the last expression of a cell it shows the rows that no cell has shown yet; `print` shows all.
+    """
+
+    TITLES = ("remedy", "you said", "outcome", "replicas", "as one process", "each rank")
+    # How many of them were shown: one number, shared with the bench.
+    shown: list[int]
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        new = Results(self[self.shown[0] :] or self)
+        self.shown[0] = len(self)
+        return {"text/plain": repr(new), "text/html": new.html}
 
     def __repr__(self) -> str:
         rows = [self.TITLES, *(r.cells for r in self)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(self.TITLES))]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
-    def _repr_html_(self) -> str:
+    @property
+    def html(self) -> str:
+        """The table as HTML."""
         body = "".join(table_row(map(escape, result.cells)) for result in self)
         return f"<table><thead>{table_row(self.TITLES, 'th')}</thead><tbody>{body}</tbody></table>"
 

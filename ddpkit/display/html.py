@@ -31,7 +31,7 @@ def as_html(run: ShownRun, below_view: bool = False) -> str:
     if run.revealed and run.diagnosis:
         parts.append(_diagnosis(run.diagnosis))
     if not apart:
-        parts.append(f"<table>{''.join(map(_row, run.rows))}</table>{_stacks(run.rows)}")
+        parts.append(rows_as_html(run.rows))
     closed = "" if below_view else " open"
     body = f"<details{closed}><summary>{headline}</summary>{''.join(parts)}</details>"
     return f'<div class="ddpkit-run">{body}{notes}</div>'
@@ -46,6 +46,11 @@ def _headline(headline: str, state: str) -> str:
 def _diagnosis(diagnosis: Diagnosis) -> str:
     more = f"<div>{escape(first_paragraph(diagnosis))}</div>"
     return f"<details><summary>diagnosis: {escape(diagnosis_line(diagnosis))}</summary>{more}</details>"
+
+
+def rows_as_html(table: Sequence[Row]) -> str:
+    """What each rank did, with its stack, as HTML."""
+    return f"<table>{''.join(map(_row, table))}</table>{_stacks(table)}"
 
 
 def _row(row: Row) -> str:

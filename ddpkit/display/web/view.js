@@ -66,7 +66,7 @@ class View {
 
   start() {
     this.stopTheme = followTheme(this.root);
-    this.stopSize = onceShown(this.root, () => this.lanes.forEach((lane) => lane.settle()));
+    this.stopSize = onNewWidth(this.root, () => this.lanes.forEach((lane) => lane.settle()));
     this.onMessage = (message) => this.receive(message);
     this.onJob = () => this.showJob();
     this.onFinal = () => this.finish();
@@ -674,11 +674,11 @@ async function copyText(text, near) {
   }
 }
 
-// Scrolling does nothing in a page part that is not laid out, and is forgotten there: call `then` whenever it comes in sight.
-function onceShown(element, then) {
+// Scrolling does nothing in a page part that is not laid out, and lines wrap anew where it gets wider: call `then` after both.
+function onNewWidth(element, then) {
   let width = 0;
   const observer = new ResizeObserver(([entry]) => {
-    if (!width && entry.contentRect.width) then();
+    if (entry.contentRect.width && entry.contentRect.width !== width) then();
     width = entry.contentRect.width;
   });
   observer.observe(element);
