@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .logs import log_to
     from .memory.budget import Budget, is_out_of_memory, memory_budget
     from .memory.monitor import MemoryMonitor
+    from .memory.smaller_host import host_memory
     from .reports import report
     from .saving.checkpoint import Checkpoints
     from .saving.weights import load_weights
@@ -29,6 +30,7 @@ _HOMES = {
     "reports": ("report",),
     "memory.budget": ("memory_budget", "Budget", "is_out_of_memory"),
     "memory.monitor": ("MemoryMonitor",),
+    "memory.smaller_host": ("host_memory",),
     "loading.loader": ("safe_loader", "SafeLoader", "WorkerDied", "WorkerTimedOut", "UnevenData"),
     "guarding.guard": ("check_steps", "check_replicas", "all_finite", "unused_parameters"),
     "guarding.deadline": ("Deadline",),
@@ -61,6 +63,7 @@ __all__ = [
     "all_finite",
     "check_replicas",
     "check_steps",
+    "host_memory",
     "is_out_of_memory",
     "load_weights",
     "log_to",
