@@ -135,8 +135,8 @@ class BenchView:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results as HTML, with the time of a step, and each run folded below its remedy."""
-    titles = ("remedy", "you said", "verdict", "replicas", "as one process", "step time", "exit codes")
+    """The results as HTML, with each run folded below its remedy."""
+    titles = ("remedy", "you said", "verdict", "replicas", "as one process", "exit codes")
     head = "".join(f'<th scope="col">{escape(t)}</th>' for t in titles)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_row, results))}</tbody></table>"
 
@@ -144,7 +144,7 @@ def table(results: Sequence[Result]) -> str:
 def _row(result: Result) -> str:
     tried, said, verdict, replicas, off, codes = map(escape, result.cells)
     mark = '<span class="yes">✓</span>' if result.cures else '<span class="no">✗</span>'
-    cells = (tried, said, f"{mark} {verdict}", replicas, off, escape(result.outcome.step_words), codes)
+    cells = (tried, said, f"{mark} {verdict}", replicas, off, codes)
     peaks = [f"rank {r.rank} {r.peak_rss_mib:.0f} MiB" for r in result.run.ranks if r.peak_rss_mib]
     more = f"<div>peak memory: {', '.join(peaks)}</div>" if peaks else ""
     why = f"<div>{escape(result.why)}</div>" if result.why else ""
