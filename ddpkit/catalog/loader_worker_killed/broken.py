@@ -1,4 +1,4 @@
-"""A sample of rank 1's data is larger than the memory of its host, and the worker that reads it is killed."""
+"""One sample is larger than the memory of a host, and the worker of rank 1 that reads it is killed."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from ddpkit.rank import host_memory, setup
 
 
 class Scans(Dataset):
-    """48 scans. Most are one slice of 4 MiB; number 21 is a whole body of 48 slices."""
+    """48 scans. Most are one slice of 1 MiB; number 21 is a whole body of 192 slices."""
 
     def __len__(self):
         return 48
@@ -17,8 +17,8 @@ class Scans(Dataset):
     def slices(self, i):
         noise = torch.Generator().manual_seed(i)
         pattern = torch.randn(16, 1, generator=noise)
-        for _ in range(48 if i == 21 else 1):
-            yield pattern + torch.randn(16, 65536, generator=noise)
+        for _ in range(192 if i == 21 else 1):
+            yield pattern + torch.randn(16, 16384, generator=noise)
 
     def __getitem__(self, i):
         scan = torch.cat(list(self.slices(i)), dim=1)
@@ -30,8 +30,7 @@ with setup() as here:
     torch.manual_seed(0)
     ddp = DDP(nn.Linear(16, 1).to(here.device))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    if here.rank == 1:
-        host_memory(256)
+    host_memory(160)
     data = Scans()
     sampler = DistributedSampler(data, here.world_size, here.rank, shuffle=False)
     loader = DataLoader(data, 8 // here.world_size, sampler=sampler, num_workers=2, multiprocessing_context="fork")

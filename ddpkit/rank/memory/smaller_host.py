@@ -45,8 +45,9 @@ def _enter_cgroup(mib: int) -> bool:
     """Move this process into a cgroup with that limit and without swap; whether that was allowed."""
     around = _where_to_make_one()
     for left in around.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # one with a process in it stays
-            left.rmdir()
+        if not psutil.pid_exists(int(left.name.removeprefix(PREFIX))):
+            with contextlib.suppress(OSError):  # one that a worker is still in stays
+                left.rmdir()
     folder = around / f"{PREFIX}{os.getpid()}"
     try:
         folder.mkdir()
