@@ -292,7 +292,7 @@ def test_a_rank_that_ran_out_is_drawn_with_its_budget(script: Script) -> None:
     figure = memory_plot.draw(Run.from_folder(run.folder))
     assert figure.alt == (
         "The memory of train. rank 0 stayed within its budget of 40 MiB, filled mostly by activations and the rest; "
-        "rank 1 ran out of its budget of 40 MiB, filled mostly by activations and the rest."
+        "rank 1 ran out of its budget of 40 MiB and was refused 8 MiB more, filled mostly by activations and the rest."
     )
     assert figure.png(50).startswith(b"\x89PNG")
 
