@@ -292,7 +292,7 @@ def test_a_rank_that_ran_out_is_drawn_with_its_budget(script: Script) -> None:
     figure = memory_plot.draw(Run.from_folder(run.folder))
     assert figure.alt == (
         "The memory of train. rank 0 stayed within its budget of 40 MiB, filled mostly by activations and the rest; "
-        "rank 1 ran out of its budget of 40 MiB, filled mostly by activations and the rest."
+        "rank 1 ran out of its budget of 40 MiB and was refused 8 MiB more, filled mostly by activations and the rest."
     )
     assert figure.png(50).startswith(b"\x89PNG")
 
@@ -358,3 +358,26 @@ def test_without_a_record_it_is_said_how_to_make_one(tmp_path: Path) -> None:
     write_rank(tmp_path, 0, exitcode=0)
     with pytest.raises(LookupError, match=r"no rank wrote down its memory; call ddpkit.rank.memory_budget\(None\)"):
         memory_plot.draw(Run.from_folder(tmp_path))
+
+
+@on_linux
+@pytest.mark.parametrize("by_the_kernel", [True, False])
+def test_beyond_the_memory_of_the_host_the_worker_is_killed_and_not_the_rank(by_the_kernel: bool) -> None:
+    """Where no cgroup may be made, the first of these is the second."""
+    program = f"""
+import os
+from ddpkit.rank.memory import smaller_host
+if not {by_the_kernel}:
+    smaller_host._enter_cgroup = lambda mib: False
+smaller_host.host_memory(64)
+for mib in (32, 192):
+    worker = os.fork()
+    if worker == 0:
+        held = [b"x" * (1 << 20) + bytes([i]) for i in range(mib)]
+        import time
+        time.sleep(1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["0", "-9"], done.stderr

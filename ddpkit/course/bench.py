@@ -157,7 +157,7 @@ class FixBench:
             self._live.stop()
 
     def compare(self) -> Picture:
-        """A figure of the results: what each remedy passed, and its step's time against the plain run's.
+        """A figure of the results: what each remedy passed.
 
         Raises:
             LaunchError: nothing has been run yet.

@@ -24,7 +24,6 @@ from .trial import PREDICTIONS, Result, Results
 
 # Lines shown around a change; what lies farther off is folded.
 AROUND = 3
-TITLES = (*Results.TITLES[:-1], "step time", Results.TITLES[-1])
 STYLE = f"<style>{Path(__file__).with_name('bench.css').read_text(encoding='utf-8')}</style>"
 
 
@@ -142,8 +141,8 @@ class BenchView:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results as HTML, newest first, with the time of a step; below each, folded, why, and what its ranks did."""
-    cells = "".join(f'<th scope="col">{escape(t)}</th>' for t in TITLES)
+    """The results as HTML, newest first; below each, folded, why, and what its ranks did."""
+    cells = "".join(f'<th scope="col">{escape(t)}</th>' for t in Results.TITLES)
     rows = "".join(_row(result, result is results[-1]) for result in reversed(results))
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{rows}</tbody></table>"
 
@@ -151,8 +150,8 @@ def table(results: Sequence[Result]) -> str:
 def _row(result: Result, newest: bool) -> str:
     tried, said, came, *compared, ranks = map(escape, result.cells)
     mark = '<span class="yes">✓</span>' if result.cures else '<span class="no">✗</span>'
-    cells = (tried, said, f"{mark} {came}", *compared, escape(result.outcome.step_words), ranks)
-    inside = (f'<td data-title="{title}">{cell}</td>' for title, cell in zip(TITLES, cells, strict=True))
+    cells = (tried, said, f"{mark} {came}", *compared, ranks)
+    inside = (f'<td data-title="{title}">{cell}</td>' for title, cell in zip(Results.TITLES, cells, strict=True))
     row = f"<tr>{''.join(inside)}</tr>"
     peaks = [f"rank {r.rank} {r.peak_rss_mib:.0f} MiB" for r in result.run.ranks if r.peak_rss_mib]
     more = f"<div>peak memory: {', '.join(peaks)}</div>" if peaks else ""

@@ -28,16 +28,13 @@ class Outcome:
     """What came of one run. Distances are the largest difference of any value, in units of the largest value above 1.
 
     `replicas_apart`: between ranks, at the end. `off_one_process`: from the same training in one process, where that is
-    `comparable`: not where the remedy changes the training, nor for a job that did not pass. `step` and `plain_step`: how
-    long a step took, here and in the plain run.
+    `comparable`: not where the remedy changes the training, nor for a job that did not pass.
     """
 
     run: Run
     replicas_apart: float | None
     off_one_process: float | None
     comparable: bool
-    step: steps.StepTime | None = None
-    plain_step: steps.StepTime | None = None
 
     @property
     def cures(self) -> bool:
@@ -47,21 +44,6 @@ class Outcome:
         if self.replicas_apart is None:
             return any(record.sharded for record in steps.recorded(self.run.ranks))
         return steps.equal(self.replicas_apart)
-
-    @property
-    def step_ratios(self) -> tuple[float, float, float] | None:
-        """The quartiles of a step's time, in units of the plain run's median; None where either is not known."""
-        if not self.step or not self.plain_step:
-            return None
-        plain = self.plain_step.median
-        return self.step.low / plain, self.step.median / plain, self.step.high / plain
-
-    @property
-    def step_words(self) -> str:
-        """`1.7×`; `≈ 1×` where the middle halves of the steps' times overlap; `–` where it is not known."""
-        if not self.step or not self.plain_step or not self.step_ratios:
-            return "–"
-        return "≈ 1×" if self.step.overlaps(self.plain_step) else f"{self.step_ratios[1]:.2g}×"
 
     @property
     def ends(self) -> str:
@@ -247,19 +229,12 @@ class Trials:
         """What came of `run`; `keeps`: whether it trains as the plain script does."""
         comparable = keeps and run.ok and self.reference is not None
         off = steps.off_one_process(run.ranks, self.reference.ranks) if comparable and self.reference else None
-        took = steps.step_time(run.ranks) if run.ok else None
-        return Outcome(run, steps.replicas_apart(run.ranks), off, comparable, took, self.plain_step if took else None)
+        return Outcome(run, steps.replicas_apart(run.ranks), off, comparable)
 
     @cached_property
     def reference(self) -> Run | None:
         """The plain training in one process, on the same global batch; None where it cannot be made of the reader's script."""
         return self._passed(self.lab.reference, nproc=1, name=f"{self.lab.name}_one_process")
-
-    @cached_property
-    def plain_step(self) -> steps.StepTime | None:
-        """How long a step of the plain training takes on the lab's own number of ranks."""
-        plain = self._passed(())
-        return steps.step_time(plain.ranks) if plain else None
 
     def _passed(self, edits: Sequence[Sequence[str]], **options: Any) -> Run | None:
         plain = self.lab.remedy(self.lab.plain)

@@ -29,12 +29,16 @@ MARGINS, LANE, GROWTH = 1.35, 0.42, 2.0
 STEPS_FROM = 3
 
 _RAN_OUT = re.compile(r"out of memory|DefaultCPUAllocator|MemoryError|bad_alloc")
+# torch's words for what it was refused, on the CPU and on a GPU.
+_REFUSED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB)")
+_UNITS_MIB = {"bytes": 1 / (1 << 20), "KiB": 1 / 1024, "MiB": 1.0, "GiB": 1024.0}
 
 
 @dataclass(frozen=True)
 class RankMemory:
     """The memory of one rank's tensors, in MiB of 2**20 bytes: what of its peak is known, by `wire.MEMORY_PARTS`, and what
-    was in use at the end of the steps that were written down. `budget_mib` is None where none was set."""
+    was in use at the end of the steps that were written down. `budget_mib` is None where none was set; `refused_mib` is what
+    was asked for last, beyond the peak."""
 
     rank: int
     budget_mib: float | None
@@ -43,6 +47,7 @@ class RankMemory:
     steps: tuple[int, ...]
     used_mib: tuple[float, ...]
     ran_out: bool
+    refused_mib: float = 0.0
 
     @property
     def rest_mib(self) -> float:
@@ -72,6 +77,7 @@ def _read(rank: Rank) -> RankMemory | None:
     lines = lines[begin:]
     last = lines[-1]
     failure = f"{rank.failure.type}: {rank.failure.message}" if rank.failure else ""
+    refused = _REFUSED.search(failure)
     return RankMemory(
         rank.rank,
         last["budget_mib"],
@@ -80,6 +86,7 @@ def _read(rank: Rank) -> RankMemory | None:
         tuple(line["step"] for line in lines if line["what"] == "step"),
         tuple(line["used_mib"] for line in lines if line["what"] == "step"),
         bool(_RAN_OUT.search(failure)),
+        float(refused[1]) * _UNITS_MIB[refused[2]] if refused else 0.0,
     )
 
 
@@ -109,7 +116,7 @@ def draw(run: ShownRun) -> Picture:
 
 def _draw_peaks(axes: Any, found: Sequence[RankMemory]) -> None:
     """A bar for each rank, of what filled its memory at the peak, and a line at its budget."""
-    widest = max(max(rank.peak_mib, rank.budget_mib or 0.0) for rank in found)
+    widest = max(max(rank.peak_mib + rank.refused_mib, rank.budget_mib or 0.0) for rank in found)
     for y, rank in enumerate(found):
         left = 0.0
         for part, size in {**rank.parts_mib, REST: rank.rest_mib}.items():
@@ -122,6 +129,16 @@ def _draw_peaks(axes: Any, found: Sequence[RankMemory]) -> None:
         place = {"ha": "right" if inside else "left", "va": "center", "fontsize": 9}
         at = left + (-1 if inside else 1) * widest / 100
         axes.text(at, y, f"{rank.peak_mib:.0f} MiB", bbox=PAPER if inside else None, **place)
+        if rank.refused_mib:
+            look = {"color": "white", "edgecolor": BUDGET, "linestyle": "--", "label": "refused"}
+            axes.barh([y], [rank.refused_mib], 0.62, left, **look)
+            axes.text(
+                left + rank.refused_mib + widest / 100,
+                y,
+                f"{rank.refused_mib:.0f} MiB refused",
+                fontsize=9,
+                va="center",
+            )
         if rank.budget_mib is not None:
             axes.plot([rank.budget_mib] * 2, [y - 0.5, y + 0.5], color=BUDGET, linewidth=2.2)
             if y == 0 or rank.budget_mib != found[y - 1].budget_mib:
@@ -130,7 +147,7 @@ def _draw_peaks(axes: Any, found: Sequence[RankMemory]) -> None:
     name_rows(axes, names, {y for y, rank in enumerate(found) if rank.ran_out}, "MiB of tensors at the peak")
     axes.tick_params(axis="y", labelsize=9)
     axes.set_ylim(len(found) - 0.5, -0.7)
-    axes.set_xlim(0, widest * 1.08)
+    axes.set_xlim(0, widest * (1.25 if any(rank.refused_mib for rank in found) else 1.08))
 
 
 def _draw_growth(axes: Any, found: Sequence[RankMemory]) -> None:
@@ -171,6 +188,7 @@ def _words(rank: RankMemory) -> str:
     """`rank 0 ran out of its budget of 80 MiB, filled mostly by activations and the rest`."""
     if rank.ran_out:
         what = f"ran out of its budget of {rank.budget_mib:g} MiB" if rank.budget_mib else "ran out"
+        what += f" and was refused {rank.refused_mib:.0f} MiB more" if rank.refused_mib else ""
     else:
         what = f"stayed within its budget of {rank.budget_mib:g} MiB" if rank.budget_mib else "had no budget"
     return f"rank {rank.rank} {what}, filled mostly by {rank.filled_by}"

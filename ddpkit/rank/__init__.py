@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .logs import log_to
     from .memory.budget import Budget, is_out_of_memory, memory_budget
     from .memory.monitor import MemoryMonitor
+    from .memory.smaller_host import host_memory
     from .reports import report
     from .saving.checkpoint import Checkpoints
     from .saving.weights import load_weights
@@ -45,6 +46,7 @@ _HOMES = {
     "all_finite": "guarding.guard",
     "check_replicas": "guarding.guard",
     "check_steps": "guarding.guard",
+    "host_memory": "memory.smaller_host",
     "is_out_of_memory": "memory.budget",
     "load_weights": "saving.weights",
     "log_to": "logs",

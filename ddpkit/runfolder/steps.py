@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,6 @@ class Recorded:
     lengths: tuple[int, ...]
     offsets: tuple[int, ...]
     ended_ns: tuple[int, ...]
-    own_ns: tuple[int, ...]
     values: NDArray[np.float32]
     final: NDArray[np.float32] | None
 
@@ -56,12 +54,6 @@ class Recorded:
     def parameters(self) -> NDArray[np.float32]:
         """Shape (steps, values): after each step."""
         return self.values[1::2]
-
-    @cached_property
-    def step_s(self) -> tuple[float, ...]:
-        """Seconds between the ends of successive steps, without the time for recording."""
-        ends = zip(self.ended_ns, self.ended_ns[1:], self.own_ns[1:], strict=False)
-        return tuple((after - before - own) / 1e9 for before, after, own in ends)
 
     def by_name(self, row: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
         """One row of values, cut into parameters."""
@@ -117,25 +109,6 @@ def off_one_process(ranks: Sequence[Rank], reference: Sequence[Rank]) -> float |
         return off
     got, wanted = first.by_name(first.gradients[-1]), theirs[0].by_name(theirs[0].gradients[-1])
     return max(off, *(_scaled(got[name], wanted[name]) for name in common))
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The quartiles of the milliseconds of a step, over all ranks, without their first."""
-
-    low: float
-    median: float
-    high: float
-
-    def overlaps(self, other: StepTime) -> bool:
-        """Whether the middle halves of both overlap, so that neither is known to be faster."""
-        return self.low <= other.high and other.low <= self.high
-
-
-def step_time(ranks: Sequence[Rank]) -> StepTime | None:
-    """How long a step took; None if fewer than two were applied."""
-    times = [s * 1e3 for r in recorded(ranks) for s in r.step_s[1:] or r.step_s]
-    return StepTime(*map(float, np.quantile(times, (0.25, 0.5, 0.75)))) if times else None
 
 
 def equal(difference: float | None) -> bool:
@@ -198,7 +171,6 @@ def _read(folder: Path, rank: int) -> Recorded | None:
         tuple(header["lengths"]),
         tuple(header["offsets"]),
         tuple(t["at_ns"] for t in times),
-        tuple(t["own_ns"] for t in times),
         rows,
         final if final.size == width and width else None,
     )
