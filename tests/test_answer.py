@@ -10,7 +10,7 @@ import pytest
 from test_records import recorded_run
 
 import ddpkit
-from ddpkit.course.answer import QUESTIONS, Answer, Question
+from ddpkit.course.answer import QUESTIONS, Question, ask
 from ddpkit.course.answer_view import AnswerView
 from ddpkit.errors import LaunchError
 from ddpkit.run import Run
@@ -40,7 +40,7 @@ def test_nothing_is_revealed_before_an_answer(hidden: Run, capsys: pytest.Captur
 
 
 def test_a_right_and_a_wrong_answer_stand_beside_the_verdict(hidden: Run) -> None:
-    asked = Answer(hidden, [Question("Who?", ("rank 0", "rank 1"), ("rank 1",), "It raised."), *answer_lines(hidden)])
+    asked = ask(hidden, [Question("Who?", ("rank 0", "rank 1"), ("rank 1",), "It raised."), *answer_lines(hidden)])
     asked.give(0, "line 3")
     shown = hidden.reveal()
     assert hidden.verdict.sentence in str(shown)
@@ -85,7 +85,7 @@ def test_a_file_answers_where_nobody_reads(hidden: Run, tmp_path: Path, monkeypa
     monkeypatch.setenv(wire.ENV_ANSWERS, str(tmp_path / "answers.toml"))
     ddpkit.answer(hidden)
     assert [one.right for one in hidden.answers] == [True, True]
-    with pytest.raises(LaunchError, match="has no answers for lesson '02'"):
+    with pytest.raises(LaunchError, match="has no answers for '02'"):
         ddpkit.answer(hidden, "02")
     with pytest.raises(LaunchError, match="no questions for lesson '99'; there are for 02"):
         ddpkit.answer(hidden, "99")
@@ -119,11 +119,25 @@ def test_each_lessons_questions_fit_its_program(lesson: str, hidden: Run) -> Non
         assert len(question.right) == 1 and set(question.right) <= set(question.offers), one
 
 
-def test_one_lesson_is_answered_wrong_so_that_its_notebook_shows_it() -> None:
-    wrong = [
-        a
-        for n, given in ANSWERS.items()
-        for a, q in zip(given, LESSONS[n], strict=True)
-        if "offers" in q and a not in q["right"]
-    ]
+def test_a_bench_waits_for_the_predictions_that_it_has_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bench = ddpkit.FixBench("unused_parameters")
+    asked = bench.predict("barrier", "freeze")
+    assert [len(question.offers) for question in asked.questions] == [4, 4]
+    with pytest.raises(LaunchError, match="predict first what 'freeze' will come to"):
+        bench.run("freeze")
+    asked.give("fails", "cures")
+    assert asked.kept and "Your predictions are kept" in repr(asked) and not bench.predict("catch").kept
+    (tmp_path / "answers.toml").write_text('[unused_parameters]\ncatch = "fails"\n')
+    monkeypatch.setenv(wire.ENV_ANSWERS, str(tmp_path / "answers.toml"))
+    assert bench.predict("catch").kept
+
+
+def test_one_answer_is_wrong_so_that_a_notebook_shows_the_response() -> None:
+    wrong = []
+    for lesson, questions in LESSONS.items():
+        for said, question in zip(ANSWERS[lesson], questions, strict=True):
+            if "offers" in question and said not in question["right"]:
+                wrong.append(said)
     assert wrong == ["they are lost"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Question:
 
     asks: str
     offers: tuple[str, ...]
-    right: tuple[str, ...]
+    right: tuple[str, ...] = ()
     decides: str = ""
 
     def offered(self, said: str | int) -> str:
@@ -44,17 +44,23 @@ class Question:
             raise LaunchError(f"answer: {said!r} is not one of the answers to {self.asks!r}: {'; '.join(self.offers)}.")
         return found[0]
 
-    def judged(self, said: str) -> Answered:
-        """The answer `said` beside the right one."""
-        return Answered(self.asks, said, said in self.right, self.right[0] if self.right else UNTOLD, self.decides)
-
 
 class Answer:
-    """The questions about one run. In a notebook it shows them as widgets; `give` answers from code."""
+    """Questions, and what becomes of the answers. In a notebook it shows them as widgets; `give` answers from code.
 
-    def __init__(self, run: Run, questions: Sequence[Question]) -> None:
-        self.run = run
+    `kept` tells whether they are answered, `keep` takes the answers, `after` is what is said then.
+    """
+
+    def __init__(
+        self, questions: Sequence[Question], kept: Callable[[], bool], keep: Callable[[Sequence[str]], None], after: str
+    ) -> None:
         self.questions = tuple(questions)
+        self._kept, self._keep, self._after = kept, keep, after
+
+    @property
+    def kept(self) -> bool:
+        """Whether all questions are answered."""
+        return self._kept()
 
     def give(self, *said: str | int) -> Answer:
         """Answer every question, in order. The first answer counts: a later one changes nothing.
@@ -64,16 +70,14 @@ class Answer:
         """
         if len(said) != len(self.questions):
             raise LaunchError(f"answer: {len(self.questions)} questions, and {len(said)} answers: {self}")
-        judged = []
-        for question, words in zip(self.questions, said, strict=True):
-            judged.append(question.judged(question.offered(words)))
-        if not self.run.answers:
-            keep_answers(self.run.folder, judged)
+        chosen = [question.offered(words) for question, words in zip(self.questions, said, strict=True)]
+        if not self.kept:
+            self._keep(chosen)
         return self
 
     def __repr__(self) -> str:
-        if self.run.answers:
-            return "Your answer is kept; reveal() shows it beside the verdict."
+        if self.kept:
+            return self._after
         return "\n".join(f"{question.asks} ({'; '.join(question.offers)})" for question in self.questions)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
@@ -95,17 +99,40 @@ def answer(run: Run, lesson: str = "") -> Answer:
     known = tomllib.loads(unsealed(QUESTIONS))
     if lesson and lesson not in known:
         raise LaunchError(f"answer: there are no questions for lesson {lesson!r}; there are for {', '.join(known)}.")
-    asked = Answer(run, [_question(run, **one) for one in known.get(lesson, ANY)])
-    if path := os.environ.get(wire.ENV_ANSWERS):
-        asked.give(*_given(Path(path), lesson))
+    asked = ask(run, [_question(run, **one) for one in known.get(lesson, ANY)])
+    if (given := given_for(lesson)) is not None:
+        asked.give(*given)
     return asked
 
 
-def _given(path: Path, lesson: str) -> list[str | int]:
-    given = tomllib.loads(path.read_text(encoding="utf-8"))
-    if lesson not in given:
-        raise LaunchError(f"answer: {path} ({wire.ENV_ANSWERS}) has no answers for lesson {lesson!r}.")
-    return given[lesson]
+def ask(run: Run, questions: Sequence[Question]) -> Answer:
+    """These questions about `run`; the answers are kept in its folder, each beside the right one."""
+
+    def keep(said: Sequence[str]) -> None:
+        judged = []
+        for one, words in zip(questions, said, strict=True):
+            right = one.right[0] if one.right else UNTOLD
+            judged.append(Answered(one.asks, words, words in one.right, right, one.decides))
+        keep_answers(run.folder, judged)
+
+    return Answer(
+        questions, lambda: bool(run.answers), keep, "Your answer is kept; reveal() shows it beside the verdict."
+    )
+
+
+def given_for(name: str) -> Any:
+    """What the file of $DDPKIT_ANSWERS answers for `name`, a lesson or a lab; None where no file is named.
+
+    Raises:
+        LaunchError: it has nothing for `name`.
+    """
+    path = os.environ.get(wire.ENV_ANSWERS)
+    if not path:
+        return None
+    given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    if name not in given:
+        raise LaunchError(f"answer: {path} ({wire.ENV_ANSWERS}) has no answers for {name!r}.")
+    return given[name]
 
 
 def _question(

@@ -34,7 +34,7 @@ class AnswerView:
         return kind(options=offers, value=None, layout=widgets.Layout(width="auto", max_width="100%"))
 
     def _changed(self) -> None:
-        kept = bool(self._answer.run.answers)
+        kept = self._answer.kept
         open_ones = sum(choice.value is None for choice in self._choices)
         self._button.disabled = kept or open_ones > 0
         for choice in self._choices:

@@ -17,6 +17,7 @@ from ddpkit.errors import LaunchError
 from ddpkit.run import Run
 
 from . import comparison
+from .answer import Answer, Question, given_for
 from .exercises import seed
 from .lab import Lab, Remedy, fits, lab, labs, patched
 from .trial import PREDICTIONS, Outcome, Result, Results, Trials
@@ -49,6 +50,8 @@ class FixBench:
         order = random.Random(f"{seed()} {self.lab.name}")
         self.remedies: tuple[Remedy, ...] = tuple(order.sample(self.lab.remedies, len(self.lab.remedies)))
         self._trials = Trials(self.lab, self.script, options)
+        # By remedy: what the reader predicts for it; "" while that is still asked.
+        self._predicted: dict[str, str] = {}
         self._results: list[Result] = []
         self._shown = [0]
         if self.why_not_here:
@@ -105,13 +108,32 @@ class FixBench:
         whole = (line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
         return "".join([*variables, *whole])
 
+    def predict(self, *names: str) -> Answer:
+        """Ask what each of these remedies will come to; `run` then takes the prediction, and waits for it.
+
+        In a notebook these are widgets. Where $DDPKIT_ANSWERS names a TOML file, its table for this lab answers.
+        """
+        questions = [Question(self.lab.remedy(name).title, PREDICTIONS) for name in names]
+        for name in names:
+            self._predicted.setdefault(name, "")
+        asked = Answer(
+            questions,
+            lambda: all(self._predicted[name] for name in names),
+            lambda said: self._predicted.update(zip(names, said, strict=True)),
+            "Your predictions are kept; each result is told beside its own.",
+        )
+        if (given := given_for(self.lab.name)) is not None:
+            asked.give(*(given[name] for name in names))
+        return asked
+
     def run(
         self, *names: str, edit: str | None = None, predict: str | None = None, show: bool | str | Sink = False
     ) -> Result:
         """Run the script with the remedies of these `names`, or the text `edit` instead of it; without either, as it is.
 
         Args:
-            predict: "cures", "fails", "hangs" or "passes but wrong"; `response` of the result says whether that was right.
+            predict: "cures", "fails", "hangs" or "passes but wrong", by default what `predict` was told for the one remedy;
+                `response` of the result says whether that was right.
             show: as for `launch`.
 
         Raises:
@@ -127,6 +149,9 @@ class FixBench:
                 "FixBench: give names of remedies or edit=, not both; script_with() has the text to edit."
             )
         remedies = [self.lab.remedy(n) for n in names]
+        predict = predict or self._predicted.get("".join(names))
+        if predict == "":
+            raise LaunchError(f"FixBench: predict first what {names[0]!r} will come to; predict() has asked for it.")
         script = self.script_with(*names) if edit is None else edit
         if not self._busy.acquire(blocking=False):
             raise LaunchError("FixBench: a run goes on; wait for it, or stop it.")
