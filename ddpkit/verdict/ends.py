@@ -80,7 +80,7 @@ def end_of(rank: Rank, ranks: Sequence[Rank]) -> End:
         return end
     if ended_its_own_wait(rank, ranks):
         return "gave_up"
-    loss = let_down(rank, ranks)
+    loss = returned_alone(rank, ranks)
     return loss[0] if loss else "own"
 
 
@@ -174,7 +174,7 @@ def _waited_s(failure: Failure, call: Collective) -> float:
     return (failure.at_ns - call.at_ns) / 1e9
 
 
-def let_down(rank: Rank, ranks: Sequence[Rank]) -> tuple[End, int] | None:
+def returned_alone(rank: Rank, ranks: Sequence[Rank]) -> tuple[End, int] | None:
     """How and when a rank returned from a collective that a member never joined; None if it did not.
 
     Example: rank 0 catches the error of all_reduce #4, which rank 1 never joined, and raises KeyError later.

@@ -11,10 +11,10 @@ from ddpkit.runfolder.ranks import Rank
 
 from .ends import End, ends, failed_at, sent_by
 from .finding import Culprit, Finding, Verdict, numbers_of
-from .joining import asked_amiss, while_joining
 from .odd_one_out import by_groups, by_majority, odd_one
 from .own_failure import by_own_failure
 from .places import STILL_FROM_S, Place, peers, place_of, unmoved_s
+from .startup import asked_amiss, while_joining
 from .torch_says import models_differ, named_by_a_barrier
 from .waits import Scene, first_given_up, scene, sinks
 from .words import sentence
@@ -102,7 +102,7 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], ended: Mapping[int,
         return Finding(quiet if len(quiet) == 1 else (), "told", kind, others=(victim.rank,))
     moment = first_given_up(ranks, ended)
     left = () if moment else _had_left(victim, ranks, ended)
-    found = Finding(left, "left", "left_early", others=(victim.rank,)) if left else holds_up(ranks, moment)
+    found = Finding(left, "left", "left_early", others=(victim.rank,)) if left else _by_questions_2_and_3(ranks, moment)
     left = numbers_of(rank for rank in ranks if ended[rank.rank] == "passed")
     if not found.ranks and left:
         return Finding(left, "left", "left_early", others=(victim.rank,))
@@ -132,7 +132,7 @@ def _of_an_ended_job(ranks: Sequence[Rank], ending: Ending) -> Finding:
     for rank in ranks:
         ended_after = bool(told_ns) and rank.look is not None and failed_at(rank) >= min(told_ns)
         before.append(replace(rank, failure=None, exitcode=None) if ended_after else rank)
-    found = standstill(before)
+    found = who_holds_up_the_job(before)
     if ending.reason == "stall" or (found.kind != "busy" and _stood_still(before)):
         return found
     return Finding((), "ended", "timed_out" if ending.reason == "timeout" else "ended")
@@ -151,14 +151,14 @@ def _stood_still(ranks: Sequence[Rank]) -> bool:
     return min(waiting or still, default=math.inf) >= max(STILL_FROM_S, _STEPS_MISSED * longest_ns / 1e9)
 
 
-def standstill(ranks: Sequence[Rank]) -> Finding:
+def who_holds_up_the_job(ranks: Sequence[Rank]) -> Finding:
     """The ranks that hold up a job in which nothing moves, also if a rank gave up a wait earlier and caught the error."""
     moment = first_given_up(ranks, ends(ranks))
-    found = holds_up(ranks, moment)
-    return found if found.ranks or moment is None else holds_up(ranks)
+    found = _by_questions_2_and_3(ranks, moment)
+    return found if found.ranks or moment is None else _by_questions_2_and_3(ranks)
 
 
-def holds_up(ranks: Sequence[Rank], at_ns: int | None = None) -> Finding:
+def _by_questions_2_and_3(ranks: Sequence[Rank], at_ns: int | None = None) -> Finding:
     """The ranks that hold the job up, by questions 2 and 3: as it was found, or when the first wait was given up."""
     if not ranks:
         return Finding((), "unknown", "unknown")

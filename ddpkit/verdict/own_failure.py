@@ -33,8 +33,8 @@ def by_own_failure(own: Sequence[Rank], ranks: Sequence[Rank]) -> Finding:
     if later and len(set(map(_likeness, own))) == 1:
         found = _made_all_fail(own, ranks) if len(own) == len(ranks) else None
         return found or Finding(numbers_of(own), "alike", "own")
-    let_go = first.failure is not None and first.failure.let_go
-    if later and failed_at(later[0]) - failed_at(first) < _TIE_NS and not let_go:
+    released_others = first.failure is not None and first.failure.released_others
+    if later and failed_at(later[0]) - failed_at(first) < _TIE_NS and not released_others:
         return Finding((), "tie", "tie", others=numbers_of([first, later[0]]))
     return Finding((first.rank,), "first", "own", others=numbers_of(later[:1]))
 

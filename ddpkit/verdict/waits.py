@@ -12,7 +12,7 @@ from ddpkit.runfolder.calls import Collective, Together, first_split
 from ddpkit.runfolder.program import Program
 from ddpkit.runfolder.ranks import Rank, sources
 
-from .ends import End, failed_at, let_down, own_end
+from .ends import End, failed_at, own_end, returned_alone
 from .places import Kind, Place, awaits, makes_a_store, peers, place_of
 
 _NUMBER = re.compile(r"\d+")
@@ -137,7 +137,7 @@ def first_given_up(ranks: Sequence[Rank], ends: Mapping[int, End]) -> int | None
     """
     moments = []
     for rank in ranks:
-        loss = let_down(rank, ranks)
+        loss = returned_alone(rank, ranks)
         if loss and loss[0] == "gave_up":
             moments.append(loss[1])
         elif ends[rank.rank] == "gave_up":

@@ -10,9 +10,9 @@ from ddpkit.runfolder.account import Ending
 from ddpkit.runfolder.calls import Collective
 from ddpkit.runfolder.ranks import Rank
 
-from .deeds import at, common_deed, deed, doing, helper, in_brackets, ranks_said
 from .ends import sent_by
 from .finding import Finding
+from .phrases import at, did, did_alike, doing, helper, in_brackets, ranks_said
 from .places import Place
 
 _UNTOLD = "Which of them is wrong cannot be told."
@@ -82,7 +82,7 @@ def _at(rank: Rank) -> str:
 
 
 def _other_did(f: Facts) -> str:
-    return f"rank {f.other.rank} {deed(f.other)}."
+    return f"rank {f.other.rank} {did(f.other)}."
 
 
 def _signal(f: Facts) -> str:
@@ -96,7 +96,7 @@ def _signal(f: Facts) -> str:
 
 
 def _all_did(f: Facts) -> str:
-    return f"after that every rank {common_deed(list(f.ranks.values()))}."
+    return f"after that every rank {did_alike(list(f.ranks.values()))}."
 
 
 def _brought(f: Facts) -> str:
@@ -222,10 +222,10 @@ def _untold(f: Facts) -> str:
 # By rule, or by rule and kind where a rule has several sentences.
 _SAID: dict[str, Callable[[Facts], str]] = {
     # Question 1.
-    "first": lambda f: f"{f.who} {deed(f.first)}." + (f" Later {_other_did(f)}" if f.found.others else ""),
-    "alike": lambda f: f"{f.who} {common_deed([f.ranks[number] for number in f.found.ranks])}.",
+    "first": lambda f: f"{f.who} {did(f.first)}." + (f" Later {_other_did(f)}" if f.found.others else ""),
+    "alike": lambda f: f"{f.who} {did_alike([f.ranks[number] for number in f.found.ranks])}.",
     "tie": lambda f: (
-        f"a tie: {'; '.join(f'rank {n} {deed(f.ranks[n])}' for n in f.found.others)}, within a millisecond."
+        f"a tie: {'; '.join(f'rank {n} {did(f.ranks[n])}' for n in f.found.others)}, within a millisecond."
     ),
     "signal": _signal,
     "numbers": _brought,

@@ -21,7 +21,7 @@ from ddpkit.runfolder.program import keep_texts
 from ddpkit.runfolder.ranks import Rank, read_attempts
 from ddpkit.verdict.ends import own_end
 from ddpkit.verdict.finding import Finding
-from ddpkit.verdict.judge import standstill
+from ddpkit.verdict.judge import who_holds_up_the_job
 from ddpkit.verdict.places import BUSY_FROM
 from ddpkit.verdict.words import sentence
 
@@ -226,7 +226,7 @@ class Watcher:
         look(ranks, why, silent_s, busy)
         attempts = read_attempts(self.run.folder)
         keep_texts(self.run.folder, attempts[-1] if attempts else ())
-        return standstill(attempts[-1] if attempts else ())
+        return who_holds_up_the_job(attempts[-1] if attempts else ())
 
     def _note_full_disk(self) -> None:
         with contextlib.suppress(OSError):

@@ -19,14 +19,14 @@ def while_joining(now: Scene) -> Finding:
 
     Example: rank 0 waits in init_process_group, rank 1 sleeps before it: rank 1.
     """
-    found = _met_before(now) or asked_amiss(now)
+    found = _others_have_joined(now) or asked_amiss(now)
     if found:
         return found
     absent = tuple(sorted(set(now.at) - now.of_kind("joining")))
     return Finding(absent, "absent" if absent else "cannot be told", "init_waiting", now)
 
 
-def _met_before(now: Scene) -> Finding | None:
+def _others_have_joined(now: Scene) -> Finding | None:
     """Some ranks join while others have finished joining: a few join a second time, or a restart found old addresses."""
     joining = tuple(sorted(now.of_kind("joining")))
     came_through = len(joining) < now.size
