@@ -13,7 +13,7 @@ import ddpkit
 
 # Rules that decide fewer jobs than this are cases, unless docs/verdict.md needs them as definitions.
 FEWEST = 3
-DEFINITIONS = {"monitored barrier", "debt", "lock", "told", "nobody waits"}
+DEFINITIONS = {"monitored barrier", "debt", "lock", "reported", "nobody waits"}
 # No rank is judged by these.
 ABOUT_THE_JOB = {"passed", "ended", "agent", "unknown", "cannot be told"}
 

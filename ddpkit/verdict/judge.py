@@ -64,7 +64,7 @@ def find(ranks: Sequence[Rank], ended: Mapping[int, End], ending: Ending) -> Fin
     for rank in ranks:
         if ended[rank.rank] == "own":
             own.append(rank)
-        elif ended[rank.rank] in ("peer_lost", "gave_up", "heard"):
+        elif ended[rank.rank] in ("peer_lost", "gave_up", "reported"):
             hurt.append(rank)
     if own:
         return by_own_failure(own, ranks)
@@ -92,14 +92,14 @@ def _parted(ranks: Sequence[Rank]) -> Finding:
 
 
 def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], ended: Mapping[int, End]) -> Finding:
-    """The culprit where ranks only gave up, lost a peer or were told: by the first wait given up, or a rank that left."""
+    """The culprit if no rank failed by itself: a rank that left, or by the first wait given up."""
     victim = min(hurt, key=failed_at)
     if victim.failure and victim.failure.at_fault:
         return Finding(victim.failure.at_fault, "named by a rank", "told_by_others", others=(victim.rank,))
-    if all(ended[rank.rank] == "heard" for rank in hurt):
+    if all(ended[rank.rank] == "reported" for rank in hurt):
         quiet = numbers_of(rank for rank in ranks if rank not in hurt)
         kind = "told_by_others" if len(quiet) == 1 else "unknown"
-        return Finding(quiet if len(quiet) == 1 else (), "told", kind, others=(victim.rank,))
+        return Finding(quiet if len(quiet) == 1 else (), "reported", kind, others=(victim.rank,))
     moment = first_given_up(ranks, ended)
     left = () if moment else _had_left(victim, ranks, ended)
     found = Finding(left, "left", "left_early", others=(victim.rank,)) if left else _by_questions_2_and_3(ranks, moment)

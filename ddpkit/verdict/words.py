@@ -112,7 +112,7 @@ def _value(call: Collective) -> str:
     return "an object of its own" if call.reduces == "object" else f"{call.brings:g}"
 
 
-def _told(f: Facts) -> str:
+def _reported(f: Facts) -> str:
     ended = "left with exit code 0" if f.first.exitcode == 0 else "was ended"
     return f"{_other_did(f)} {f.who} raised nothing and {ended}{at(f.first.left_at or f.first.at)}."
 
@@ -230,8 +230,8 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "signal": _signal,
     "numbers": _brought,
     "named by a rank": _other_did,
-    "told": _told,
-    "told/unknown": lambda f: f"{_other_did(f)} Which rank failed is not recorded: the culprit cannot be told.",
+    "reported": _reported,
+    "reported/unknown": lambda f: f"{_other_did(f)} Which rank failed is not recorded: the culprit cannot be told.",
     "left": lambda f: (
         f"{f.who} left early with exit code 0{at(f.first.left_at)}; "
         f"rank {f.other.rank} lost {'it' if len(f.found.ranks) == 1 else 'them'}{_at(f.other)}."

@@ -168,8 +168,8 @@ class Watcher:
         kind = own_end(rank)
         if not self.run.revealed and kind in ("peer_lost", "gave_up"):
             return "failed", rank.plain_words
-        words = {"peer_lost": "lost its peer", "gave_up": "gave up waiting", "told": "ended"}.get(kind)
-        kinds = {"passed": "passed", "own": "failed", "told": "ended"}
+        words = {"peer_lost": "lost its peer", "gave_up": "gave up waiting", "was_ended": "ended"}.get(kind)
+        kinds = {"passed": "passed", "own": "failed", "was_ended": "ended"}
         return kinds.get(kind, "consequence"), words or rank.plain_words
 
     # The limits.
