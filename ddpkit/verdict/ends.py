@@ -61,9 +61,7 @@ _NEED_ALL = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_al
 
 def ends(ranks: Sequence[Rank]) -> dict[int, End]:
     """How each rank ended, by rank."""
-    found = {}
-    for rank in ranks:
-        found[rank.rank] = end_of(rank, ranks)
+    found = {rank.rank: end_of(rank, ranks) for rank in ranks}
     reports = [r.rank for r in ranks if found[r.rank] == "own" and reports_another(r)]
     if len(reports) < len(ranks):
         found |= dict.fromkeys(reports, "reported")
@@ -154,20 +152,13 @@ def ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
         return by_alarm and ends_in_torch(failure.frames)
     if _waited_s(failure, here.collective) < STILL_FROM_S:
         return False
-    for other in members(here.collective, ranks):
-        theirs = other.joined(here.collective)
-        if theirs is None or not theirs.matches(here.collective):
-            return True
-    return False
+    joined = [other.joined(here.collective) for other in members(here.collective, ranks)]
+    return any(theirs is None or not theirs.matches(here.collective) for theirs in joined)
 
 
 def members(call: Collective, ranks: Sequence[Rank]) -> list[Rank]:
     """The ranks of the process group in which a collective was called."""
-    found = []
-    for rank in ranks:
-        if not call.ranks or rank.rank in call.ranks:
-            found.append(rank)
-    return found
+    return [rank for rank in ranks if not call.ranks or rank.rank in call.ranks]
 
 
 def _waited_s(failure: Failure, call: Collective) -> float:
