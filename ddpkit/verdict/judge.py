@@ -25,7 +25,7 @@ _ENDING_TAKES_NS = 3_000_000_000
 _STEPS_MISSED = 2
 _ROLES: dict[End, str] = {"passed": "passed", "own": "own", "parted": "unknown", "unknown": "unknown"}
 # These compare ranks with each other: question 3.
-_LIKELY = ("majority", "loop", "step", "key", "next call", "habit", "debt", "if", "groups", "cannot be told")
+_COMPARES = ("numbers", "models differ", "groups", "majority", "loop", "step", "next call", "habit", "debt", "if")
 
 
 def judge_job(attempts: Sequence[Sequence[Rank]], ending: Ending) -> Verdict:
@@ -55,7 +55,8 @@ def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
         if found.now and not who:
             waits[number] = tuple(sorted(found.now.waits[number]))
     said = sentence(found, ranks, ending)
-    return Verdict(culprit, said, found.kind, found.rule, found.rule not in _LIKELY, ended, roles, waits)
+    certain = found.rule not in (*_COMPARES, "cannot be told")
+    return Verdict(culprit, said, found.kind, found.rule, certain, ended, roles, waits)
 
 
 def find(ranks: Sequence[Rank], ended: Mapping[int, End], ending: Ending) -> Finding:
@@ -130,6 +131,7 @@ def _of_an_ended_job(ranks: Sequence[Rank], ending: Ending) -> Finding:
     told_ns = [rank.told_ns for rank in ranks if rank.told]
     before = []
     for rank in ranks:
+        # A rank that failed after the first SIGTERM failed because the job ended; its look shows where it was before that.
         ended_after = bool(told_ns) and rank.look is not None and failed_at(rank) >= min(told_ns)
         before.append(replace(rank, failure=None, exitcode=None) if ended_after else rank)
     found = who_holds_up_the_job(before)
@@ -229,9 +231,8 @@ def _on_its_way(late: Place, waiter: Place, now: Scene) -> bool:
 
 def _stopped(now: Scene, ranks: Sequence[Rank]) -> Finding | None:
     """The ranks that are stopped by SIGSTOP, and the ranks that stopped them."""
-    found = set()
-    for number in now.of_kind("stopped"):
-        found.add(number)
+    found = now.of_kind("stopped")
+    for number in sorted(found):
         by = sent_by(now.at[number].rank, "SIGSTOP", ranks)
         if by:
             found.add(by[0])

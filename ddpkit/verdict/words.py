@@ -102,9 +102,8 @@ def _all_did(f: Facts) -> str:
 def _brought(f: Facts) -> str:
     if f.found.detail:
         return f"{f.who} had nan in {f.found.detail}, where the others had a number; {_all_did(f)}"
-    said = []
-    for number in sorted(f.ranks, key=lambda number: number not in f.found.ranks):
-        said.append(f"rank {number} brought {_value(f.found.calls[number])}")
+    odd_first = sorted(f.ranks, key=lambda number: number not in f.found.ranks)
+    said = [f"rank {number} brought {_value(f.found.calls[number])}" for number in odd_first]
     return f"{'; '.join(said)} to {_call(f)}; {_all_did(f)}"
 
 
@@ -222,13 +221,13 @@ def _untold(f: Facts) -> str:
 # By rule, or by rule and kind where a rule has several sentences.
 _SAID: dict[str, Callable[[Facts], str]] = {
     # Question 1.
-    "first": lambda f: f"{f.who} {did(f.first)}." + (f" Later {_other_did(f)}" if f.found.others else ""),
+    "signal": _signal,
+    "exception": lambda f: f"{f.who} failed with {f.found.detail}; {_does(f)}",
     "alike": lambda f: f"{f.who} {did_alike([f.ranks[number] for number in f.found.ranks])}.",
     "tie": lambda f: (
         f"a tie: {'; '.join(f'rank {n} {did(f.ranks[n])}' for n in f.found.others)}, within a millisecond."
     ),
-    "signal": _signal,
-    "numbers": _brought,
+    "first": lambda f: f"{f.who} {did(f.first)}." + (f" Later {_other_did(f)}" if f.found.others else ""),
     "named by a rank": _other_did,
     "reported": _reported,
     "reported/unknown": lambda f: f"{_other_did(f)} Which rank failed is not recorded: the culprit cannot be told.",
@@ -236,31 +235,31 @@ _SAID: dict[str, Callable[[Facts], str]] = {
         f"{f.who} left early with exit code 0{at(f.first.left_at)}; "
         f"rank {f.other.rank} lost {'it' if len(f.found.ranks) == 1 else 'them'}{_at(f.other)}."
     ),
-    "models differ": lambda f: f"the ranks built different models: {f.found.detail}. {_differs(f)}",
-    "monitored barrier": lambda f: f"{f.who} never came to the barrier of rank {f.other.rank}{_at(f.other)}.",
     # Question 2.
-    "end of the waits": _end_of_the_waits,
-    "end of the waits/straggler": _straggler,
-    "nobody waits": _nobody_waits,
-    "lock": lambda f: f"{f.who} holds the lock on a file for which rank {f.other.rank} waits{_at(f.other)}; {_does(f)}",
     "signal/stopped_process": _stopped,
-    "asked amiss": lambda f: f"{f.who} asked to join {f.found.detail}. {_who_joins(f)}",
-    "asked amiss/init_elsewhere": lambda f: (
-        f"{f.who} looked for the store at a wrong address: {f.found.detail}. torchrun's is at {f.first.master}."
-    ),
+    "monitored barrier": lambda f: f"{f.who} never came to the barrier of rank {f.other.rank}{_at(f.other)}.",
     "restart": lambda f: (
         f"in attempt {f.ranks[min(f.ranks)].attempt + 1} {_who_joins(f)} "
         "The store may still hold addresses of ranks that have ended."
     ),
+    "asked amiss": lambda f: f"{f.who} asked to join {f.found.detail}. {_who_joins(f)}",
+    "asked amiss/init_elsewhere": lambda f: (
+        f"{f.who} looked for the store at a wrong address: {f.found.detail}. torchrun's is at {f.first.master}."
+    ),
     "absent": lambda f: f"{f.who} never joined; {_does(f)} {_who_joins(f)}",
+    "lock": lambda f: f"{f.who} holds the lock on a file for which rank {f.other.rank} waits{_at(f.other)}; {_does(f)}",
+    "nobody waits": _nobody_waits,
+    "end of the waits": _end_of_the_waits,
+    "end of the waits/straggler": _straggler,
+    "key": lambda f: f"{_never(f)}; {_does(f)}",
     # Question 3.
+    "numbers": _brought,
+    "models differ": lambda f: f"the ranks built different models: {f.found.detail}. {_differs(f)}",
     "groups": lambda f: f"not all ranks make the same process groups: {f.found.detail}. {_differs(f)}",
-    "majority/never_joined": lambda f: f"{_who_joins(f)} All other ranks have already returned from it.",
     "majority": lambda f: f"{f.who} joined a different collective than most ranks.",
-    "exception": lambda f: f"{f.who} failed with {f.found.detail}; {_does(f)}",
+    "majority/never_joined": lambda f: f"{_who_joins(f)} All other ranks have already returned from it.",
     "loop": _loop,
     "step": lambda f: f"{f.who} called {_call(f)} in an order that no rank had used before.",
-    "key": lambda f: f"{_never(f)}; {_does(f)}",
     "next call": lambda f: (
         f"{f.who} called {_call(f)}; after the same calls, most ranks called "
         f"{_call(f, min(set(f.found.calls) - set(f.found.ranks)))}."
@@ -280,5 +279,6 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "ended": lambda f: "",
     "passed": lambda f: "",
 }
+_SAID["majority/init_elsewhere"] = _SAID["asked amiss/init_elsewhere"]
 _WITH_CALLS = ("majority", "loop", "step", "if")
 _WITH_WAITS = ("end of the waits", "signal", "exception", "key", "next call", "habit", "debt")
