@@ -12,7 +12,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "ddpkit"
 # Who raises one of these says in docs/architecture.md what for.
 MOST_LINES, MOST_FILES = 300, 14
-MOST_LINES_OF_PACKAGE, MOST_LINES_OF_VERDICT, MOST_LINES_OF_TESTS = 20_500, 2_000, 15_000
+MOST_LINES_OF_PACKAGE, MOST_LINES_OF_VERDICT, MOST_LINES_OF_TESTS = 20_750, 2_000, 15_000
 
 # Arrows go only downward: a folder, or a file at the top, may import those named here, lazily or not.
 MAY_IMPORT = {
