@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .course.exercises import hint, progress, reset, task
     from .course.grading import check
     from .course.lab import on_gpu
-    from .diagnosis.log.judge import diagnose
+    from .diagnosis.log.conclusion import diagnose
     from .diagnosis.pages import explain
     from .errors import LaunchError, LogError
     from .launcher.launcher import launch
@@ -41,7 +41,7 @@ _HOMES = {
     "FixBench": "course.bench",
     "launch": "launcher.launcher",
     "Run": "run",
-    "diagnose": "diagnosis.log.judge",
+    "diagnose": "diagnosis.log.conclusion",
     "doctor": "machine.examination",
     "on_gpu": "course.lab",
     "explain": "diagnosis.pages",

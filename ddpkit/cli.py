@@ -78,7 +78,7 @@ def diagnose(
 
     Exit code: 0 healthy, 1 a failure, known or not, 2 nothing to read.
     """
-    from .diagnosis.log.judge import diagnose as of
+    from .diagnosis.log.conclusion import diagnose as of
     from .diagnosis.run import HEALTHY
 
     found = of(*logs)

@@ -16,7 +16,7 @@ from conftest import wait_for
 
 from ddpkit.diagnosis.rows import Row, Standstill
 from ddpkit.diagnosis.run import Diagnosis
-from ddpkit.display.lane import GAP, MOST_PENDING, MOST_REMEMBERED, MOST_SAMPLES, Lane
+from ddpkit.display.lane_feed import GAP, MOST_PENDING, MOST_REMEMBERED, MOST_SAMPLES, LaneFeed
 from ddpkit.display.sink import Line, Now, RankNow
 from ddpkit.display.view import RunView, hear_clicks_while_busy
 from ddpkit.runfolder.failures import Failure
@@ -176,7 +176,7 @@ def test_a_flood_is_cut_in_the_view_and_every_line_is_accounted_for(view: Listen
 
 
 def test_pending_lines_beyond_the_bound_become_one_notice() -> None:
-    lane = Lane()
+    lane = LaneFeed()
     for seq in range(1, MOST_PENDING + 1_001):
         lane.add(line(seq), 0)
     rows = lane.take(float("inf"))
@@ -185,7 +185,7 @@ def test_pending_lines_beyond_the_bound_become_one_notice() -> None:
 
 
 def test_a_jump_in_the_lines_numbers_becomes_a_notice_in_its_place() -> None:
-    lane = Lane()
+    lane = LaneFeed()
     for seq in (1, 2, 50):
         lane.add(line(seq, f"line {seq}"), 0)
     assert [row[2] for row in lane.take(float("inf"))] == ["line 1", "line 2", 47, "line 50"]
@@ -202,7 +202,7 @@ def test_skipped_lines_are_not_told_twice(view: ListeningView) -> None:
 
 
 def test_progress_bars_do_not_pile_up() -> None:
-    lane = Lane()
+    lane = LaneFeed()
     for percent in range(5_000):
         lane.add(line(0, f"{percent} of 5000", stream="stderr", open=True), 0)
         if percent % 10 == 0:
@@ -213,7 +213,7 @@ def test_progress_bars_do_not_pile_up() -> None:
 
 
 def test_a_picture_is_bounded_by_its_text_too() -> None:
-    lane = Lane()
+    lane = LaneFeed()
     for seq in range(1, 401):
         lane.add(line(seq, "x" * 2_000), 0)
     lane.take(float("inf"))
@@ -223,7 +223,7 @@ def test_a_picture_is_bounded_by_its_text_too() -> None:
 
 
 def test_the_memory_curve_is_thinned_not_cut() -> None:
-    lane = Lane()
+    lane = LaneFeed()
     for second in range(10_000):
         lane.sample(float(second), 100.0, float("nan"))
     assert len(lane.samples) <= MOST_SAMPLES

@@ -10,7 +10,7 @@ from pathlib import Path
 from ddpkit.runfolder.frames import Frame, stack_frames
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
-from ddpkit.verdict.deeds import ranks_said
+from ddpkit.verdict.phrases import ranks_said
 from ddpkit.verdict.places import STILL_FROM_S, Place, unmoved_s
 from ddpkit.verdict.waits import scene
 

@@ -15,7 +15,7 @@ from ddpkit.verdict.finding import Verdict
 MET: dict[str, str] = {
     "peer_lost": "lost its peer",
     "gave_up": "gave up waiting",
-    "heard": "was told that a rank had failed",
+    "reported": "was told that a rank had failed",
 }
 _HAD_ENDED = re.compile(r"Detected at least one rank that exhausted inputs")
 _ENDED_BY = {"stopped": "stopped", "timeout": "ended at the timeout", "stall": "ended at the stall"}
@@ -40,7 +40,7 @@ def lane_words(rank: Rank, verdict: Verdict, ending: Ending) -> str:
         return f"{met}: a consequence" if not at_fault else "came too late" if verdict.kind == "straggler" else met
     if end == "parted":
         return "met another model" if verdict.kind == "shapes_differ" else "met another collective"
-    return _words_of_told(rank, ending) if end == "told" else rank.plain_words
+    return _words_of_ended(rank, ending) if end == "was_ended" else rank.plain_words
 
 
 def _met(rank: Rank, end: End, kind: str) -> str:
@@ -49,10 +49,10 @@ def _met(rank: Rank, end: End, kind: str) -> str:
         return "was told that a rank had ended"
     if FAILED_IN_CHECKPOINT.search(message):
         return "was told that a rank had failed"
-    return "met another rank's nan" if end == "heard" and kind == "not_finite" else MET[end]
+    return "met another rank's nan" if end == "reported" and kind == "not_finite" else MET[end]
 
 
-def _words_of_told(rank: Rank, ending: Ending) -> str:
+def _words_of_ended(rank: Rank, ending: Ending) -> str:
     if rank.killed_for.startswith("it ignored"):
         return f"{rank.killed_for.removeprefix('it ')}, then ended by SIGKILL"
     by = _ENDED_BY.get(ending.reason) or (

@@ -22,7 +22,7 @@ from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.runfolder.frames import Frame
 from ddpkit.runfolder.ranks import Rank
 
-from .lane import MOST_PENDING, MOST_REMEMBERED, Lane, whole
+from .lane_feed import MOST_PENDING, MOST_REMEMBERED, LaneFeed, whole
 from .shown import ShownRun
 from .sink import Line, Now, Sink
 from .text import what_happened
@@ -53,7 +53,7 @@ class RunView(anywidget.AnyWidget, Sink):
         self._lock = threading.Lock()
         self._wake, self._over = threading.Event(), threading.Event()
         self._clock: threading.Thread | None = None
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, LaneFeed] = {}
         self._now: Now | None = None
         self._fresh = False
         self._told_still: Standstill | None = None
@@ -78,7 +78,7 @@ class RunView(anywidget.AnyWidget, Sink):
     def begin(self, run: ShownRun, stop: Callable[[], None]) -> None:
         """The job starts: its name goes out, the clock runs."""
         self._stop, self._start_ns = stop, time.time_ns()
-        self._lanes = {rank: Lane() for rank in range(run.nproc)}
+        self._lanes = {rank: LaneFeed() for rank in range(run.nproc)}
         about = {"name": run.name, "nproc": run.nproc, "facts": f"{run.facts} · {run.started}", "command": run.command}
         self._keep("job", {**about, "hears": self._hears_clicks})
         self._clock = threading.Thread(target=self._run_clock, name=f"ddpkit shows {run.name}", daemon=True)
@@ -174,8 +174,8 @@ class RunView(anywidget.AnyWidget, Sink):
             ],
         }
 
-    def _lane(self, rank: int) -> Lane:
-        return self._lanes.setdefault(rank, Lane())
+    def _lane(self, rank: int) -> LaneFeed:
+        return self._lanes.setdefault(rank, LaneFeed())
 
     def _hear(self, _widget: object, content: Any, _buffers: object) -> None:
         """A message from a view, on whatever thread the kernel reads it."""

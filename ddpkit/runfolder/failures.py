@@ -27,8 +27,8 @@ class Failure:
     `at_ns`: the wall clock in nanoseconds before the rank cleaned up. `frames`: the traceback, outermost first; `where`:
     its innermost line of the user's code. `chain`: (type, message) of what the exception was raised from, nearest first.
     `at_fault`: the ranks that the exception blames, mostly (). `by_thread`: a thread other than the main one ended the
-    rank, and `frames` is where the main one was. `let_go`: on its way out the rank joined a collective of all, so that
-    others could go on. `nan_in`: the variables of the user's functions on the way that held nan.
+    rank, and `frames` is where the main one was. `released_others`: on its way out the rank joined a collective of
+    all, so that others could go on. `nan_in`: the variables of the user's functions on the way that held nan.
     """
 
     at_ns: int
@@ -40,7 +40,7 @@ class Failure:
     chain: tuple[tuple[str, str], ...] = ()
     at_fault: tuple[int, ...] = ()
     by_thread: bool = False
-    let_go: bool = False
+    released_others: bool = False
     nan_in: tuple[str, ...] = ()
 
     @property
@@ -77,7 +77,7 @@ def _written_down(record: dict[str, Any]) -> Failure:
         chain=tuple((c["type"], c["message"]) for c in record["chain"]),
         at_fault=tuple(record.get("at_fault", ())),
         by_thread=record.get("by_thread", False),
-        let_go=record.get("let_go", False),
+        released_others=record.get("let_go", False),
         nan_in=tuple(record.get("nan_in", ())),
     )
 

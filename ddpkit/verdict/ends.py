@@ -13,7 +13,7 @@ from ddpkit.runfolder.ranks import Rank
 
 from .places import STILL_FROM_S, WAITS_FROM_S, place_of
 
-End = Literal["passed", "own", "parted", "peer_lost", "gave_up", "heard", "told", "unknown"]
+End = Literal["passed", "own", "parted", "peer_lost", "gave_up", "reported", "was_ended", "unknown"]
 
 PEER_LOST = re.compile(
     r"gloo/transport/.*(closed by peer|reset by peer|Broken pipe)"
@@ -47,8 +47,8 @@ PARTED = re.compile(
 )
 # torch.distributed.checkpoint raises on every rank the errors of some; with `reduce_fun`, the error of the combined result.
 FAILED_IN_CHECKPOINT = re.compile(r"^CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)(?!.*reduce_fun\()", re.DOTALL)
-# What a program raises on a healthy rank after another rank has told it of a failure.
-_TELLS_OF_ANOTHER = re.compile(
+# What a program raises on a healthy rank to report that another rank has failed.
+_REPORTS_ANOTHER = re.compile(
     r"\b((an)?other|a|some|\d+) (rank|process|worker|replica|peer)(s|es|\(s\))? (ha[sd] |have )?"
     r"(failed|crashed|raised|aborted|died|reported)\b"
     r"|\bpeer (rank )?(has )?failed\b"
@@ -61,12 +61,10 @@ _NEED_ALL = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_al
 
 def ends(ranks: Sequence[Rank]) -> dict[int, End]:
     """How each rank ended, by rank."""
-    found = {}
-    for rank in ranks:
-        found[rank.rank] = end_of(rank, ranks)
-    told = [r.rank for r in ranks if found[r.rank] == "own" and tells_of_another(r)]
-    if len(told) < len(ranks):
-        found |= dict.fromkeys(told, "heard")
+    found = {rank.rank: end_of(rank, ranks) for rank in ranks}
+    reports = [r.rank for r in ranks if found[r.rank] == "own" and reports_another(r)]
+    if len(reports) < len(ranks):
+        found |= dict.fromkeys(reports, "reported")
     return found
 
 
@@ -80,7 +78,7 @@ def end_of(rank: Rank, ranks: Sequence[Rank]) -> End:
         return end
     if ended_its_own_wait(rank, ranks):
         return "gave_up"
-    loss = let_down(rank, ranks)
+    loss = returned_alone(rank, ranks)
     return loss[0] if loss else "own"
 
 
@@ -91,7 +89,7 @@ def own_end(rank: Rank) -> End:
     if rank.failure and not (rank.told and rank.told_ns < rank.failure.at_ns):
         return end_by(rank.failure, rank)
     if rank.told:
-        return "told"
+        return "was_ended"
     return "own" if rank.exitcode is not None else "unknown"
 
 
@@ -119,9 +117,9 @@ def is_suffered(text: str) -> bool:
     return bool(PEER_LOST.search(text) or GAVE_UP.search(text) or PARTED.search(text))
 
 
-def tells_of_another(rank: Rank) -> bool:
+def reports_another(rank: Rank) -> bool:
     """Whether a rank raised an exception that says another rank failed."""
-    return rank.failure is not None and bool(_TELLS_OF_ANOTHER.search(rank.failure.message))
+    return rank.failure is not None and bool(_REPORTS_ANOTHER.search(rank.failure.message))
 
 
 def failed_at(rank: Rank) -> int:
@@ -154,27 +152,20 @@ def ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
         return by_alarm and ends_in_torch(failure.frames)
     if _waited_s(failure, here.collective) < STILL_FROM_S:
         return False
-    for other in members(here.collective, ranks):
-        theirs = other.joined(here.collective)
-        if theirs is None or not theirs.matches(here.collective):
-            return True
-    return False
+    joined = [other.joined(here.collective) for other in members(here.collective, ranks)]
+    return any(theirs is None or not theirs.matches(here.collective) for theirs in joined)
 
 
 def members(call: Collective, ranks: Sequence[Rank]) -> list[Rank]:
     """The ranks of the process group in which a collective was called."""
-    found = []
-    for rank in ranks:
-        if not call.ranks or rank.rank in call.ranks:
-            found.append(rank)
-    return found
+    return [rank for rank in ranks if not call.ranks or rank.rank in call.ranks]
 
 
 def _waited_s(failure: Failure, call: Collective) -> float:
     return (failure.at_ns - call.at_ns) / 1e9
 
 
-def let_down(rank: Rank, ranks: Sequence[Rank]) -> tuple[End, int] | None:
+def returned_alone(rank: Rank, ranks: Sequence[Rank]) -> tuple[End, int] | None:
     """How and when a rank returned from a collective that a member never joined; None if it did not.
 
     Example: rank 0 catches the error of all_reduce #4, which rank 1 never joined, and raises KeyError later.

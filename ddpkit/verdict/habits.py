@@ -55,7 +55,11 @@ def _seen_from(number: int, call: Collective, size: int) -> tuple[Any, ...]:
 
 
 def _is_sure(usual: tuple[Any, ...], made: Sequence[tuple[Any, ...]], exchanges: int) -> bool:
-    """Whether the next calls can be compared: at first, ranks differ because their roles in an exchange do."""
+    """Whether the next calls can be compared: in the first messages, some ranks send and some receive by design.
+
+    Example: after one message, most ranks send to the next rank, at line 9. If rank 2 receives there, that may be its
+    role: no. If rank 2 sends at line 9 too, but to another rank: yes.
+    """
     if not isinstance(usual[2], tuple) or exchanges > _ROLES_SHOW_AFTER:
         return True
     for call in made:
@@ -122,7 +126,10 @@ Step = tuple[object, str, int, tuple[int, ...]]
 
 
 def _steps(calls: Sequence[Collective]) -> list[Step]:
-    """Each call as a step: operation and line, group, how much its tag grew, and its peer."""
+    """Each call as a step: operation and line, group, how much its tag grew, and its peer.
+
+    Example: sends to rank 1 with tags 5, 6 and 7 are steps of one kind, as each tag is one more than the last.
+    """
     steps: list[Step] = []
     last: dict[object, int] = {}
     for call in calls:

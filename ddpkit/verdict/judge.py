@@ -11,10 +11,10 @@ from ddpkit.runfolder.ranks import Rank
 
 from .ends import End, ends, failed_at, sent_by
 from .finding import Culprit, Finding, Verdict, numbers_of
-from .joining import asked_amiss, while_joining
 from .odd_one_out import by_groups, by_majority, odd_one
 from .own_failure import by_own_failure
 from .places import STILL_FROM_S, Place, peers, place_of, unmoved_s
+from .startup import asked_amiss, while_joining
 from .torch_says import models_differ, named_by_a_barrier
 from .waits import Scene, first_given_up, scene, sinks
 from .words import sentence
@@ -25,7 +25,7 @@ _ENDING_TAKES_NS = 3_000_000_000
 _STEPS_MISSED = 2
 _ROLES: dict[End, str] = {"passed": "passed", "own": "own", "parted": "unknown", "unknown": "unknown"}
 # These compare ranks with each other: question 3.
-_LIKELY = ("majority", "loop", "step", "key", "next call", "habit", "debt", "if", "groups", "cannot be told")
+_COMPARES = ("numbers", "models differ", "groups", "majority", "loop", "step", "next call", "habit", "debt", "if")
 
 
 def judge_job(attempts: Sequence[Sequence[Rank]], ending: Ending) -> Verdict:
@@ -55,7 +55,8 @@ def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
         if found.now and not who:
             waits[number] = tuple(sorted(found.now.waits[number]))
     said = sentence(found, ranks, ending)
-    return Verdict(culprit, said, found.kind, found.rule, found.rule not in _LIKELY, ended, roles, waits)
+    certain = found.rule not in (*_COMPARES, "cannot be told")
+    return Verdict(culprit, said, found.kind, found.rule, certain, ended, roles, waits)
 
 
 def find(ranks: Sequence[Rank], ended: Mapping[int, End], ending: Ending) -> Finding:
@@ -64,7 +65,7 @@ def find(ranks: Sequence[Rank], ended: Mapping[int, End], ending: Ending) -> Fin
     for rank in ranks:
         if ended[rank.rank] == "own":
             own.append(rank)
-        elif ended[rank.rank] in ("peer_lost", "gave_up", "heard"):
+        elif ended[rank.rank] in ("peer_lost", "gave_up", "reported"):
             hurt.append(rank)
     if own:
         return by_own_failure(own, ranks)
@@ -92,17 +93,17 @@ def _parted(ranks: Sequence[Rank]) -> Finding:
 
 
 def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], ended: Mapping[int, End]) -> Finding:
-    """The culprit where ranks only gave up, lost a peer or were told: by the first wait given up, or a rank that left."""
+    """The culprit if no rank failed by itself: a rank that left, or by the first wait given up."""
     victim = min(hurt, key=failed_at)
     if victim.failure and victim.failure.at_fault:
         return Finding(victim.failure.at_fault, "named by a rank", "told_by_others", others=(victim.rank,))
-    if all(ended[rank.rank] == "heard" for rank in hurt):
+    if all(ended[rank.rank] == "reported" for rank in hurt):
         quiet = numbers_of(rank for rank in ranks if rank not in hurt)
         kind = "told_by_others" if len(quiet) == 1 else "unknown"
-        return Finding(quiet if len(quiet) == 1 else (), "told", kind, others=(victim.rank,))
+        return Finding(quiet if len(quiet) == 1 else (), "reported", kind, others=(victim.rank,))
     moment = first_given_up(ranks, ended)
     left = () if moment else _had_left(victim, ranks, ended)
-    found = Finding(left, "left", "left_early", others=(victim.rank,)) if left else holds_up(ranks, moment)
+    found = Finding(left, "left", "left_early", others=(victim.rank,)) if left else _by_questions_2_and_3(ranks, moment)
     left = numbers_of(rank for rank in ranks if ended[rank.rank] == "passed")
     if not found.ranks and left:
         return Finding(left, "left", "left_early", others=(victim.rank,))
@@ -130,9 +131,10 @@ def _of_an_ended_job(ranks: Sequence[Rank], ending: Ending) -> Finding:
     told_ns = [rank.told_ns for rank in ranks if rank.told]
     before = []
     for rank in ranks:
+        # A rank that failed after the first SIGTERM failed because the job ended; its look shows where it was before that.
         ended_after = bool(told_ns) and rank.look is not None and failed_at(rank) >= min(told_ns)
         before.append(replace(rank, failure=None, exitcode=None) if ended_after else rank)
-    found = standstill(before)
+    found = who_holds_up_the_job(before)
     if ending.reason == "stall" or (found.kind != "busy" and _stood_still(before)):
         return found
     return Finding((), "ended", "timed_out" if ending.reason == "timeout" else "ended")
@@ -151,14 +153,14 @@ def _stood_still(ranks: Sequence[Rank]) -> bool:
     return min(waiting or still, default=math.inf) >= max(STILL_FROM_S, _STEPS_MISSED * longest_ns / 1e9)
 
 
-def standstill(ranks: Sequence[Rank]) -> Finding:
+def who_holds_up_the_job(ranks: Sequence[Rank]) -> Finding:
     """The ranks that hold up a job in which nothing moves, also if a rank gave up a wait earlier and caught the error."""
     moment = first_given_up(ranks, ends(ranks))
-    found = holds_up(ranks, moment)
-    return found if found.ranks or moment is None else holds_up(ranks)
+    found = _by_questions_2_and_3(ranks, moment)
+    return found if found.ranks or moment is None else _by_questions_2_and_3(ranks)
 
 
-def holds_up(ranks: Sequence[Rank], at_ns: int | None = None) -> Finding:
+def _by_questions_2_and_3(ranks: Sequence[Rank], at_ns: int | None = None) -> Finding:
     """The ranks that hold the job up, by questions 2 and 3: as it was found, or when the first wait was given up."""
     if not ranks:
         return Finding((), "unknown", "unknown")
@@ -229,9 +231,8 @@ def _on_its_way(late: Place, waiter: Place, now: Scene) -> bool:
 
 def _stopped(now: Scene, ranks: Sequence[Rank]) -> Finding | None:
     """The ranks that are stopped by SIGSTOP, and the ranks that stopped them."""
-    found = set()
-    for number in now.of_kind("stopped"):
-        found.add(number)
+    found = now.of_kind("stopped")
+    for number in sorted(found):
         by = sent_by(now.at[number].rank, "SIGSTOP", ranks)
         if by:
             found.add(by[0])

@@ -15,6 +15,7 @@ from .habits import by_habit, by_next_call
 from .places import peers
 from .waits import Scene, circle, kind_of_odd, minority, owners
 
+# Each rule gets the ranks in the circle too, so that `odd_one` can ask all rules alike; not every rule uses them.
 Rule = Callable[[Scene, set[int]], Finding | None]
 # With a single message there is nothing to compare.
 _ENOUGH_MESSAGES = 2
@@ -77,6 +78,21 @@ def by_exception(now: Scene, inside: set[int]) -> Finding | None:
     ((number, said),) = failed.items()
     kind = "own" if now.at[number].rank.failure else kind_of_odd(now, {number})
     return Finding((number,), "exception", kind, now, now.split, detail=said)
+
+
+def by_key(now: Scene, inside: set[int]) -> Finding | None:
+    """The only rank that must set the key for which others wait, and that waits itself.
+
+    Example: rank 0 waits for "done/2"; rank 1, which set "done/0" and "done/1", waits in all_reduce #4: rank 1.
+    """
+    known, owed, waiter = set[int](), set[int](), -1
+    for number, place in now.waiting.items():
+        if place.rank.awaited:
+            known |= owners(place, now)
+            owed |= now.waits[number]
+            waiter = number if now.waits[number] else waiter
+    owed = known or owed
+    return Finding(tuple(owed), "key", "no_key", now, others=(waiter,)) if len(owed) == 1 else None
 
 
 def by_loop(now: Scene, inside: set[int]) -> Finding | None:
@@ -152,21 +168,6 @@ def _is_known(call: Collective, now: Scene) -> bool:
     return any(call.call in _calls_before(own, number, now) for number, own in now.split.items())
 
 
-def by_key(now: Scene, inside: set[int]) -> Finding | None:
-    """The only rank that must set the key for which others wait, and that waits itself.
-
-    Example: rank 0 waits for "done/2"; rank 1, which set "done/0" and "done/1", waits in all_reduce #4: rank 1.
-    """
-    known, owed, waiter = set[int](), set[int](), -1
-    for number, place in now.waiting.items():
-        if place.rank.awaited:
-            known |= owners(place, now)
-            owed |= now.waits[number]
-            waiter = number if now.waits[number] else waiter
-    owed = known or owed
-    return Finding(tuple(owed), "key", "no_key", now, others=(waiter,)) if len(owed) == 1 else None
-
-
 def by_debt(now: Scene, inside: set[int]) -> Finding | None:
     """The rank that sent the waiting rank one message fewer than it sent to others, or than others sent.
 
@@ -206,8 +207,7 @@ def by_if(now: Scene, inside: set[int]) -> Finding | None:
     return Finding(tuple(led), "if", "mismatch", now, now.split, detail=next(iter(led.values())))
 
 
-# The first rule that names a rank decides.
+# The first rule that names a rank decides. `by_exception` and `by_key` belong to questions 1 and 2: they compare no ranks.
 RULES: tuple[Rule, ...] = (
-    *(by_groups, by_majority, by_exception, by_loop, by_step, by_key, by_next_call),
-    *(by_habit, by_debt, by_if),
+    *(by_groups, by_majority, by_exception, by_key, by_loop, by_step, by_next_call, by_habit, by_debt, by_if),
 )

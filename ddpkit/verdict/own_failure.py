@@ -33,8 +33,8 @@ def by_own_failure(own: Sequence[Rank], ranks: Sequence[Rank]) -> Finding:
     if later and len(set(map(_likeness, own))) == 1:
         found = _made_all_fail(own, ranks) if len(own) == len(ranks) else None
         return found or Finding(numbers_of(own), "alike", "own")
-    let_go = first.failure is not None and first.failure.let_go
-    if later and failed_at(later[0]) - failed_at(first) < _TIE_NS and not let_go:
+    released_others = first.failure is not None and first.failure.released_others
+    if later and failed_at(later[0]) - failed_at(first) < _TIE_NS and not released_others:
         return Finding((), "tie", "tie", others=numbers_of([first, later[0]]))
     return Finding((first.rank,), "first", "own", others=numbers_of(later[:1]))
 
@@ -89,19 +89,19 @@ def _by_numbers(ranks: Sequence[Rank]) -> Finding | None:
 
     Example: both ranks raise after all_reduce #6, to which rank 0 brought 0 and rank 1 brought 1: rank 1.
     """
-    last, told, keys = {}, dict[int, float](), set()
+    last, brings, keys = {}, dict[int, float](), set()
     for rank in ranks:
         called = [call for call in rank.collectives if call.op != "barrier"]
         if not called or called[-1].brings is None:
             return None
-        last[rank.rank], told[rank.rank] = called[-1], called[-1].brings
+        last[rank.rank], brings[rank.rank] = called[-1], called[-1].brings
         keys.add(called[-1].key)
-    nan = tuple(number for number in sorted(told) if not math.isfinite(told[number]))
+    nan = tuple(number for number in sorted(brings) if not math.isfinite(brings[number]))
     if len(keys) > 1 or len(nan) == len(ranks):
         return None
     if nan:
         return Finding(nan, "numbers", "not_finite", calls=last)
-    odd = minority(told) or _set_the_flag(told, last[ranks[0].rank].reduces)
+    odd = minority(brings) or _set_the_flag(brings, last[ranks[0].rank].reduces)
     return Finding(odd, "numbers", "own", calls=last) if odd else None
 
 

@@ -12,7 +12,7 @@ from ddpkit.runfolder.calls import Collective, Together, first_split
 from ddpkit.runfolder.program import Program
 from ddpkit.runfolder.ranks import Rank, sources
 
-from .ends import End, failed_at, let_down, own_end
+from .ends import End, failed_at, own_end, returned_alone
 from .places import Kind, Place, awaits, makes_a_store, peers, place_of
 
 _NUMBER = re.compile(r"\d+")
@@ -59,18 +59,11 @@ class Scene:
     @property
     def waiting(self) -> dict[int, Place]:
         """The ranks that wait for others, with their places."""
-        found = {}
-        for number in sorted(self.of_kind("waiting", "joining")):
-            found[number] = self.at[number]
-        return found
+        return {number: self.at[number] for number in sorted(self.of_kind("waiting", "joining"))}
 
     def of_kind(self, *kinds: Kind) -> set[int]:
         """The ranks whose place is of one of these kinds."""
-        found = set()
-        for number, place in self.at.items():
-            if place.kind in kinds:
-                found.add(number)
-        return found
+        return {number for number, place in self.at.items() if place.kind in kinds}
 
     def missing(self, place: Place) -> list[int]:
         """The ranks that have not joined the collective in which a rank waits; of a send or receive, its peers."""
@@ -113,7 +106,8 @@ def _in_a_wait(place: Place, now: Scene) -> Place:
 def _in_what_it_had_begun(place: Place, now: Scene) -> Place:
     """The same place, in the first collective that others have not joined, for a rank that gave it up.
 
-    The rank's record says that this collective is done: it began at an earlier line, or its error was caught.
+    The rank's record says that this collective is done: it began at an earlier line, or its error was caught. Example:
+    rank 0 calls all_reduce #4 with async_op=True and gives up at `work.wait()`; rank 1 never joined #4: rank 0 is in #4.
     """
     rank = place.rank
     if place.collective or place.pairwise or place.kind != "waiting" or rank.failure is None:
@@ -137,7 +131,7 @@ def first_given_up(ranks: Sequence[Rank], ends: Mapping[int, End]) -> int | None
     """
     moments = []
     for rank in ranks:
-        loss = let_down(rank, ranks)
+        loss = returned_alone(rank, ranks)
         if loss and loss[0] == "gave_up":
             moments.append(loss[1])
         elif ends[rank.rank] == "gave_up":
@@ -164,7 +158,10 @@ def waits_for(place: Place, now: Scene) -> set[int]:
 
 
 def setters(place: Place, now: Scene) -> set[int]:
-    """The ranks that must set the keys a rank waits for; if the keys do not tell, the ranks that wait for no key."""
+    """The ranks that must set the keys a rank waits for; if the keys do not tell, the ranks that wait for no key.
+
+    Example: ranks 0 and 2 wait for "unpacked", and no rank has set a similar key; rank 1 is in a barrier: rank 1.
+    """
     found = owners(place, now)
     if found:
         return found
@@ -266,7 +263,11 @@ def unlike(by_rank: Mapping[int, Hashable]) -> tuple[int, ...]:
 
 
 def kind_of_odd(now: Scene, who: set[int]) -> str:
-    """The failure's kind if one of the ranks in a circle is odd, by what the ranks wait in."""
+    """The failure's kind if one of the ranks in a circle is odd, by what the ranks wait in.
+
+    Example: rank 1 is odd. Rank 0 waits for its key: "no_key"; for its message: "unmatched"; in a barrier that rank 1
+    alone has not joined: "never_joined"; in the same call as rank 1: "mismatch".
+    """
     if not who or len(who) == now.size:
         return "mismatch" if now.split else "all_waiting"
     calls, by_pairs, for_them = set(), False, False

@@ -10,9 +10,9 @@ from ddpkit.runfolder.account import Ending
 from ddpkit.runfolder.calls import Collective
 from ddpkit.runfolder.ranks import Rank
 
-from .deeds import at, common_deed, deed, doing, helper, in_brackets, ranks_said
 from .ends import sent_by
 from .finding import Finding
+from .phrases import at, did, did_alike, doing, helper, in_brackets, ranks_said
 from .places import Place
 
 _UNTOLD = "Which of them is wrong cannot be told."
@@ -82,7 +82,7 @@ def _at(rank: Rank) -> str:
 
 
 def _other_did(f: Facts) -> str:
-    return f"rank {f.other.rank} {deed(f.other)}."
+    return f"rank {f.other.rank} {did(f.other)}."
 
 
 def _signal(f: Facts) -> str:
@@ -96,15 +96,14 @@ def _signal(f: Facts) -> str:
 
 
 def _all_did(f: Facts) -> str:
-    return f"after that every rank {common_deed(list(f.ranks.values()))}."
+    return f"after that every rank {did_alike(list(f.ranks.values()))}."
 
 
 def _brought(f: Facts) -> str:
     if f.found.detail:
         return f"{f.who} had nan in {f.found.detail}, where the others had a number; {_all_did(f)}"
-    said = []
-    for number in sorted(f.ranks, key=lambda number: number not in f.found.ranks):
-        said.append(f"rank {number} brought {_value(f.found.calls[number])}")
+    odd_first = sorted(f.ranks, key=lambda number: number not in f.found.ranks)
+    said = [f"rank {number} brought {_value(f.found.calls[number])}" for number in odd_first]
     return f"{'; '.join(said)} to {_call(f)}; {_all_did(f)}"
 
 
@@ -112,7 +111,7 @@ def _value(call: Collective) -> str:
     return "an object of its own" if call.reduces == "object" else f"{call.brings:g}"
 
 
-def _told(f: Facts) -> str:
+def _reported(f: Facts) -> str:
     ended = "left with exit code 0" if f.first.exitcode == 0 else "was ended"
     return f"{_other_did(f)} {f.who} raised nothing and {ended}{at(f.first.left_at or f.first.at)}."
 
@@ -222,45 +221,45 @@ def _untold(f: Facts) -> str:
 # By rule, or by rule and kind where a rule has several sentences.
 _SAID: dict[str, Callable[[Facts], str]] = {
     # Question 1.
-    "first": lambda f: f"{f.who} {deed(f.first)}." + (f" Later {_other_did(f)}" if f.found.others else ""),
-    "alike": lambda f: f"{f.who} {common_deed([f.ranks[number] for number in f.found.ranks])}.",
-    "tie": lambda f: (
-        f"a tie: {'; '.join(f'rank {n} {deed(f.ranks[n])}' for n in f.found.others)}, within a millisecond."
-    ),
     "signal": _signal,
-    "numbers": _brought,
+    "exception": lambda f: f"{f.who} failed with {f.found.detail}; {_does(f)}",
+    "alike": lambda f: f"{f.who} {did_alike([f.ranks[number] for number in f.found.ranks])}.",
+    "tie": lambda f: (
+        f"a tie: {'; '.join(f'rank {n} {did(f.ranks[n])}' for n in f.found.others)}, within a millisecond."
+    ),
+    "first": lambda f: f"{f.who} {did(f.first)}." + (f" Later {_other_did(f)}" if f.found.others else ""),
     "named by a rank": _other_did,
-    "told": _told,
-    "told/unknown": lambda f: f"{_other_did(f)} Which rank failed is not recorded: the culprit cannot be told.",
+    "reported": _reported,
+    "reported/unknown": lambda f: f"{_other_did(f)} Which rank failed is not recorded: the culprit cannot be told.",
     "left": lambda f: (
         f"{f.who} left early with exit code 0{at(f.first.left_at)}; "
         f"rank {f.other.rank} lost {'it' if len(f.found.ranks) == 1 else 'them'}{_at(f.other)}."
     ),
-    "models differ": lambda f: f"the ranks built different models: {f.found.detail}. {_differs(f)}",
-    "monitored barrier": lambda f: f"{f.who} never came to the barrier of rank {f.other.rank}{_at(f.other)}.",
     # Question 2.
-    "end of the waits": _end_of_the_waits,
-    "end of the waits/straggler": _straggler,
-    "nobody waits": _nobody_waits,
-    "lock": lambda f: f"{f.who} holds the lock on a file for which rank {f.other.rank} waits{_at(f.other)}; {_does(f)}",
     "signal/stopped_process": _stopped,
-    "asked amiss": lambda f: f"{f.who} asked to join {f.found.detail}. {_who_joins(f)}",
-    "asked amiss/init_elsewhere": lambda f: (
-        f"{f.who} looked for the store at a wrong address: {f.found.detail}. torchrun's is at {f.first.master}."
-    ),
+    "monitored barrier": lambda f: f"{f.who} never came to the barrier of rank {f.other.rank}{_at(f.other)}.",
     "restart": lambda f: (
         f"in attempt {f.ranks[min(f.ranks)].attempt + 1} {_who_joins(f)} "
         "The store may still hold addresses of ranks that have ended."
     ),
+    "asked amiss": lambda f: f"{f.who} asked to join {f.found.detail}. {_who_joins(f)}",
+    "asked amiss/init_elsewhere": lambda f: (
+        f"{f.who} looked for the store at a wrong address: {f.found.detail}. torchrun's is at {f.first.master}."
+    ),
     "absent": lambda f: f"{f.who} never joined; {_does(f)} {_who_joins(f)}",
+    "lock": lambda f: f"{f.who} holds the lock on a file for which rank {f.other.rank} waits{_at(f.other)}; {_does(f)}",
+    "nobody waits": _nobody_waits,
+    "end of the waits": _end_of_the_waits,
+    "end of the waits/straggler": _straggler,
+    "key": lambda f: f"{_never(f)}; {_does(f)}",
     # Question 3.
+    "numbers": _brought,
+    "models differ": lambda f: f"the ranks built different models: {f.found.detail}. {_differs(f)}",
     "groups": lambda f: f"not all ranks make the same process groups: {f.found.detail}. {_differs(f)}",
-    "majority/never_joined": lambda f: f"{_who_joins(f)} All other ranks have already returned from it.",
     "majority": lambda f: f"{f.who} joined a different collective than most ranks.",
-    "exception": lambda f: f"{f.who} failed with {f.found.detail}; {_does(f)}",
+    "majority/never_joined": lambda f: f"{_who_joins(f)} All other ranks have already returned from it.",
     "loop": _loop,
     "step": lambda f: f"{f.who} called {_call(f)} in an order that no rank had used before.",
-    "key": lambda f: f"{_never(f)}; {_does(f)}",
     "next call": lambda f: (
         f"{f.who} called {_call(f)}; after the same calls, most ranks called "
         f"{_call(f, min(set(f.found.calls) - set(f.found.ranks)))}."
@@ -280,5 +279,6 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "ended": lambda f: "",
     "passed": lambda f: "",
 }
+_SAID["majority/init_elsewhere"] = _SAID["asked amiss/init_elsewhere"]
 _WITH_CALLS = ("majority", "loop", "step", "if")
 _WITH_WAITS = ("end of the waits", "signal", "exception", "key", "next call", "habit", "debt")

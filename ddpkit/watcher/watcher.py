@@ -21,7 +21,7 @@ from ddpkit.runfolder.program import keep_texts
 from ddpkit.runfolder.ranks import Rank, read_attempts
 from ddpkit.verdict.ends import own_end
 from ddpkit.verdict.finding import Finding
-from ddpkit.verdict.judge import standstill
+from ddpkit.verdict.judge import who_holds_up_the_job
 from ddpkit.verdict.places import BUSY_FROM
 from ddpkit.verdict.words import sentence
 
@@ -168,8 +168,8 @@ class Watcher:
         kind = own_end(rank)
         if not self.run.revealed and kind in ("peer_lost", "gave_up"):
             return "failed", rank.plain_words
-        words = {"peer_lost": "lost its peer", "gave_up": "gave up waiting", "told": "ended"}.get(kind)
-        kinds = {"passed": "passed", "own": "failed", "told": "ended"}
+        words = {"peer_lost": "lost its peer", "gave_up": "gave up waiting", "was_ended": "ended"}.get(kind)
+        kinds = {"passed": "passed", "own": "failed", "was_ended": "ended"}
         return kinds.get(kind, "consequence"), words or rank.plain_words
 
     # The limits.
@@ -226,7 +226,7 @@ class Watcher:
         look(ranks, why, silent_s, busy)
         attempts = read_attempts(self.run.folder)
         keep_texts(self.run.folder, attempts[-1] if attempts else ())
-        return standstill(attempts[-1] if attempts else ())
+        return who_holds_up_the_job(attempts[-1] if attempts else ())
 
     def _note_full_disk(self) -> None:
         with contextlib.suppress(OSError):

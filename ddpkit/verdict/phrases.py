@@ -32,7 +32,7 @@ def in_brackets(line: Frame | None) -> str:
     return f" ({line.text})" if line else ""
 
 
-def deed(rank: Rank) -> str:
+def did(rank: Rank) -> str:
     """How a rank ended: `raised ValueError: boom (line 7: raise ValueError("boom"))`."""
     failure = rank.failure
     if failure is None:
@@ -46,14 +46,14 @@ def deed(rank: Rank) -> str:
     return f"raised {failure.text.rstrip('.')}{in_brackets(failure.where)}"
 
 
-def common_deed(ranks: Sequence[Rank]) -> str:
+def did_alike(ranks: Sequence[Rank]) -> str:
     """How several ranks ended, in the words of the lowest one; it is named if the others' messages differ."""
     first = min(ranks, key=lambda rank: rank.rank)
     failure = first.failure
     if failure is None or len({rank.failure.text for rank in ranks if rank.failure}) == 1:
-        return deed(first)
+        return did(first)
     alike = "left" if failure.type in LEAVES else f"raised {failure.type}"
-    return f"{alike}; rank {first.rank} {deed(first)}"
+    return f"{alike}; rank {first.rank} {did(first)}"
 
 
 def _killed(rank: Rank) -> str:

@@ -19,14 +19,14 @@ def while_joining(now: Scene) -> Finding:
 
     Example: rank 0 waits in init_process_group, rank 1 sleeps before it: rank 1.
     """
-    found = _met_before(now) or asked_amiss(now)
+    found = _others_have_joined(now) or asked_amiss(now)
     if found:
         return found
     absent = tuple(sorted(set(now.at) - now.of_kind("joining")))
     return Finding(absent, "absent" if absent else "cannot be told", "init_waiting", now)
 
 
-def _met_before(now: Scene) -> Finding | None:
+def _others_have_joined(now: Scene) -> Finding | None:
     """Some ranks join while others have finished joining: a few join a second time, or a restart found old addresses."""
     joining = tuple(sorted(now.of_kind("joining")))
     came_through = len(joining) < now.size
@@ -64,7 +64,10 @@ def asked_amiss(now: Scene) -> Finding | None:
     odd = _at_own_stores(made, now) if addresses is made else _at_torchruns(asked, now)
     if odd:
         said = "; ".join(f"rank {number} at {address}" for number, address in addresses.items())
-        return Finding(odd, "asked amiss", "init_elsewhere", now, detail=said)
+        # If no rank has torchrun's address, the one that most ranks have is taken to be right.
+        most = {address for number, address in addresses.items() if number not in odd}
+        rule = "asked amiss" if most <= {_one_name(now.at[odd[0]].rank.master)} else "majority"
+        return Finding(odd, rule, "init_elsewhere", now, detail=said)
     if not numbers and not sizes:
         return None
     what = "with another rank's number" if numbers else f"with a world size other than torchrun's {now.size}"
@@ -87,11 +90,8 @@ def _at_torchruns(asked: Mapping[int, str], now: Scene) -> tuple[int, ...]:
 
 def _at_own_stores(made: Mapping[int, str], now: Scene) -> tuple[int, ...]:
     """The ranks whose store differs from most; every rank, if no rank serves the store that all look for."""
-    given_up = False
-    for place in now.at.values():
-        failure = place.rank.failure
-        given_up = given_up or (failure is not None and failure.type == "DistNetworkError")
-    nobody_has_it = given_up and len(made) == now.size and len(set(made.values())) == 1
+    failures = [place.rank.failure and place.rank.failure.type for place in now.at.values()]
+    nobody_has_it = "DistNetworkError" in failures and len(made) == now.size and len(set(made.values())) == 1
     return unlike(made) or (tuple(made) if nobody_has_it and all(map(makes_a_store, now.at.values())) else ())
 
 

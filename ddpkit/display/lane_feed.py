@@ -1,4 +1,4 @@
-"""One rank's lines on their way to the live view: queued, bounded, with a notice where some are left out."""
+"""What goes to one lane of the live view: its lines, queued and bounded, with a notice where some are left out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GAP = 2
 Row = list[Any]
 
 
-class Lane:
+class LaneFeed:
     """One rank's lines on their way to the view, and the little that is kept for a view that comes late."""
 
     def __init__(self) -> None:
