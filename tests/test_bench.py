@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import wait_for
+from IPython.core.interactiveshell import InteractiveShell
 
 import ddpkit
 from ddpkit.course.bench_view import BenchView, diff
@@ -178,7 +179,9 @@ def test_what_is_chosen_is_a_patch_for_git_apply(home: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.job
-def test_a_prediction_is_responded_to_and_a_row_is_shown_once(home: Path) -> None:
+def test_a_prediction_is_responded_to_and_a_row_is_shown_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, str]] = []
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data))
     bench = ddpkit.FixBench(NAME)
     wrong = bench.run("catch", predict="cures")
     assert wrong.response.startswith(
@@ -190,9 +193,10 @@ def test_a_prediction_is_responded_to_and_a_row_is_shown_once(home: Path) -> Non
     told = "As you said, it cures: exit codes 0 0, and the replicas are equal to each other and to one process."
     assert right.response == told and repr(right).endswith(f"→ cures\n{told}")
     assert bench.title.endswith(" · A layer takes no part in the loss, on every rank")
-    shown = bench.results._repr_mimebundle_()
-    assert "Freeze" in shown["text/plain"] and not any("Catch" in text for text in shown.values())
-    assert "Catch" in bench.results._repr_mimebundle_()["text/plain"], "where nothing is new, all is shown"
+    for _ in range(2):
+        InteractiveShell.instance().display_formatter.format(bench.results)
+    assert "Freeze" in shown[0]["text/plain"] and not any("Catch" in text for text in shown[0].values())
+    assert "Catch" in shown[1]["text/plain"] and "Catch" in shown[1]["text/html"], "where nothing is new, all is shown"
 
 
 def test_a_hung_run_says_what_each_rank_did(home: Path) -> None:

@@ -104,7 +104,9 @@ def _did(rows: Sequence[Row], nproc: int) -> str:
     """`rank 0 waits in all_reduce #10, line 17: loss.backward(); rank 1 computes, line 43: x.sum()`; like ranks together."""
     by_words: dict[str, list[str]] = {}
     for row in rows:
-        by_words.setdefault(", ".join(filter(None, (row.words, row.where))), []).append(str(row.rank))
+        # Where a rank was when it lost its peer is chance.
+        where = "" if row.words.endswith("a consequence") else row.where
+        by_words.setdefault(", ".join(filter(None, (row.words, where))), []).append(str(row.rank))
     if nproc > 1 and [len(ranks) for ranks in by_words.values()] == [nproc]:
         return f"every rank {next(iter(by_words))}"
     return "; ".join(f"rank {', '.join(r)}{':' if r[1:] else ''} {words}" for words, r in by_words.items())
@@ -175,10 +177,13 @@ class Results(tuple[Result, ...]):
     # How many of them were shown: one number, shared with the bench.
     shown: list[int]
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
         new = Results(self[self.shown[0] :] or self)
         self.shown[0] = len(self)
-        return {"text/plain": repr(new), "text/html": new.html}
+        # Of a tuple IPython would take the text from its repr.
+        display({"text/plain": repr(new), "text/html": new.html}, raw=True)
 
     def __repr__(self) -> str:
         rows = [self.TITLES, *(r.cells for r in self)]
