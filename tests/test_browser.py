@@ -473,13 +473,15 @@ def test_a_reader_answers_before_the_verdict(lab: Lab, page: Any, shots: Path, p
     box.get_by_role("button", name="Answer").wait_for(timeout=PATIENCE_MS)
     assert box.get_by_role("button", name="Answer").is_disabled()
     page.screenshot(path=shots / f"{path.stem}-asked.png")
-    choices = box.locator(".widget-radio, .widget-dropdown")
+    choices = box.locator(".widget-toggle-buttons, .widget-radio, .widget-dropdown")
     for i in range(choices.count()):
         radio, menu = choices.nth(i).get_by_role("radio"), choices.nth(i).get_by_role("combobox")
         if radio.count():
             radio.last.check()
-        else:
+        elif menu.count():
             menu.select_option(index=1)
+        else:
+            choices.nth(i).get_by_role("button").last.click()
     box.get_by_role("button", name="Answer").click()
     wait_for_text(page, box, "reveal() shows it beside the verdict")
     run_cell(page, revealed)

@@ -7,7 +7,8 @@ from typing import Any
 
 import ipywidgets as widgets
 
-FEW = 8
+# Answers in a list, and characters of all answers on buttons.
+FEW, SHORT = 8, 60
 
 
 class AnswerView:
@@ -29,7 +30,9 @@ class AnswerView:
         self._changed()
 
     def _choice(self, offers: tuple[str, ...]) -> Any:
-        # A list for a few answers, so that all are in sight; a program has too many lines for that.
+        """Buttons for a few short answers, a list for a few long ones, and a menu for the lines of a program."""
+        if sum(map(len, offers)) <= SHORT:
+            return widgets.ToggleButtons(options=offers, value=None, style={"button_width": "auto"})
         kind = widgets.RadioButtons if len(offers) <= FEW else widgets.Dropdown
         return kind(options=offers, value=None, layout=widgets.Layout(width="auto", max_width="100%"))
 
