@@ -1,7 +1,7 @@
 """Tries a remedy as a reader would by hand: the lab's program with the remedy's edits in a file, under plain torchrun.
 
 `python tests/claims/by_hand.py LAB[/REMEDY[+REMEDY]] ...` prints for each: the exit code, or that it was still running
-after 25 s; how far the ranks' parameters are apart at the end; and how far they are from those of one process.
+after 45 s; how far the ranks' parameters are apart at the end; and how far they are from those of one process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from ddpkit.course.lab import Lab, lab, patched
 
-PATIENCE_S = 25
+PATIENCE_S = 45
 # At the end of the program's last block, which holds the process group.
 KEEP = """
     import os as _os
@@ -75,7 +75,8 @@ def tried(name: str) -> str:
         words.append(f"replicas {apart(held[0], held[-1]):.1e} apart")
         if all(remedy.keeps for remedy in remedies):
             words.append(f"{apart(held[0], one_process(found)):.1e} off one process")
-    errors = dict.fromkeys(line.split("]: ")[-1][:110] for line in said.splitlines() if "Error: " in line)
+    telling = [line for line in said.splitlines() if "Error: " in line or "Signal " in line]
+    errors = dict.fromkeys(line.split("]: ")[-1].strip()[:110] for line in telling)
     return f"{name}: {', '.join(words)}" + "".join(f"\n    {error}" for error in errors)
 
 
