@@ -54,6 +54,13 @@ def test_each_rule_decides_at_least_three_jobs(recorded: Path, capsys: pytest.Ca
     assert few <= DEFINITIONS | ABOUT_THE_JOB, f"too few jobs for a rule: {few - DEFINITIONS}"
 
 
+def test_each_lab_was_recorded_as_it_is_now(recorded: Path) -> None:
+    """A lab whose program changed is recorded anew: `python tools/record_verdicts.py NAME`."""
+    for job in jobs():
+        if job.family == "labs":
+            assert ddpkit.Run.from_folder(recorded / job.family_folder / job.folder_name).script == job.script, job.name
+
+
 def test_enough_is_told_and_nobody_is_blamed_in_error(recorded: Path) -> None:
     matrix = [job for job in jobs() if job.family not in ("labs", "parting")]
     parting = [job for job in jobs() if job.family == "parting"]
