@@ -21,6 +21,8 @@ QUESTIONS = Path(__file__).parents[1] / "tasks" / "questions.toml"
 # Without a lesson: what every run can be asked.
 ANY = ({"kind": "rank"}, {"kind": "line"})
 UNTOLD = "cannot be told"
+ANSWERED = "Your answer is kept; reveal() shows it beside the verdict."
+PREDICTED = "Your predictions are kept; each result is told beside its own."
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,35 @@ class Question:
 class Answer:
     """Questions, and what becomes of the answers. In a notebook it shows them as widgets; `give` answers from code.
 
-    `kept` tells whether they are answered, `keep` takes the answers, `after` is what is said then.
+    `after` is what it says once they are given; `keep` takes them, and `kept` tells whether something has them already.
     """
 
     def __init__(
-        self, questions: Sequence[Question], kept: Callable[[], bool], keep: Callable[[Sequence[str]], None], after: str
+        self,
+        questions: Sequence[Question],
+        after: str,
+        keep: Callable[[Sequence[str]], None] | None = None,
+        kept: Callable[[], bool] | None = None,
     ) -> None:
         self.questions = tuple(questions)
-        self._kept, self._keep, self._after = kept, keep, after
+        self._after, self._keep, self._kept = after, keep, kept
+        self._said: tuple[str, ...] = ()
 
     @property
     def kept(self) -> bool:
         """Whether all questions are answered."""
-        return self._kept()
+        return self._kept() if self._kept else bool(self._said)
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """The answers, in the order of the questions.
+
+        Raises:
+            LaunchError: they are not given yet.
+        """
+        if not self._said:
+            raise LaunchError("answer: nothing is answered yet; choose above, and press Answer.")
+        return self._said
 
     def give(self, *said: str | int) -> Answer:
         """Answer every question, in order. The first answer counts: a later one changes nothing.
@@ -72,7 +90,9 @@ class Answer:
             raise LaunchError(f"answer: {len(self.questions)} questions, and {len(said)} answers: {self}")
         chosen = [question.offered(words) for question, words in zip(self.questions, said, strict=True)]
         if not self.kept:
-            self._keep(chosen)
+            self._said = tuple(chosen)
+            if self._keep:
+                self._keep(chosen)
         return self
 
     def __repr__(self) -> str:
@@ -86,20 +106,22 @@ class Answer:
         return {**AnswerView(self).box._repr_mimebundle_(**kwargs), "text/plain": repr(self)}
 
 
-def answer(run: Run, lesson: str = "") -> Answer:
+def answer(run: Run | None, lesson: str = "") -> Answer:
     """Ask about `run`, which was launched with `reveal=False`: which rank, which line; or as `lesson` "02" asks.
 
-    `run.reveal()` shows the verdict once all are answered. Where $DDPKIT_ANSWERS names a TOML file, its answers are given.
+    `run.reveal()` shows the verdict once all are answered. With None for a run, the lesson asks for predictions, and `said`
+    has them. Where $DDPKIT_ANSWERS names a TOML file, its answers are given.
 
     Raises:
         LaunchError: the run goes on, there are no questions for this lesson, or the file lacks its answers.
     """
-    if run.state == "running":
+    if run is not None and run.state == "running":
         raise LaunchError(f"answer: {run.name} is still running; wait() for it, then answer.")
     known = tomllib.loads(unsealed(QUESTIONS))
     if lesson and lesson not in known:
         raise LaunchError(f"answer: there are no questions for lesson {lesson!r}; there are for {', '.join(known)}.")
-    asked = ask(run, [_question(run, **one) for one in known.get(lesson, ANY)])
+    questions = [_question(run, **one) for one in known.get(lesson, ANY)]
+    asked = ask(run, questions) if run is not None else Answer(questions, PREDICTED)
     if (given := given_for(lesson)) is not None:
         asked.give(*given)
     return asked
@@ -115,9 +137,7 @@ def ask(run: Run, questions: Sequence[Question]) -> Answer:
             judged.append(Answered(one.asks, words, words in one.right, right, one.decides))
         keep_answers(run.folder, judged)
 
-    return Answer(
-        questions, lambda: bool(run.answers), keep, "Your answer is kept; reveal() shows it beside the verdict."
-    )
+    return Answer(questions, ANSWERED, keep, lambda: bool(run.answers))
 
 
 def given_for(name: str) -> Any:
@@ -136,20 +156,22 @@ def given_for(name: str) -> Any:
 
 
 def _question(
-    run: Run, kind: str, asks: str = "", right: Sequence[str] = (), decides: str = "", **more: Any
+    run: Run | None, kind: str, asks: str = "", right: Sequence[str] = (), decides: str = "", offers: Sequence[str] = ()
 ) -> Question:
+    if kind == "offers":
+        shuffled = random.Random(f"{seed()} {asks}").sample(offers, len(offers))
+        return Question(asks, tuple(shuffled), tuple(right), decides)
+    if run is None:
+        raise LaunchError(f"answer: {asks or 'this'} is asked about a run; give the run instead of None.")
     if kind == "rank":
-        offers = [f"rank {rank}" for rank in range(run.nproc)]
-        offers += ["every rank"] if run.nproc > 1 else []
-        return Question(asks or "Which rank is at fault?", (*offers, UNTOLD), _right(run.culprit), decides)
-    if kind == "line":
-        numbered = enumerate(run.script.splitlines(), 1)
-        offers = [f"line {number}: {text.strip()}" for number, text in numbered if text.strip()]
-        texts = right or [row.where for row in run.reveal(anyway=True).rows if row.tone == "fault" and row.where]
-        found = [offer for offer in offers if any(text in offer for text in texts)]
-        return Question(asks or "At which line?", tuple(offers), tuple(found), decides)
-    shuffled = random.Random(f"{seed()} {asks}").sample(more["offers"], len(more["offers"]))
-    return Question(asks, tuple(shuffled), tuple(right), decides)
+        ranks = [f"rank {rank}" for rank in range(run.nproc)]
+        every = ["every rank"] if run.nproc > 1 else []
+        return Question(asks or "Which rank is at fault?", (*ranks, *every, UNTOLD), _right(run.culprit), decides)
+    numbered = enumerate(run.script.splitlines(), 1)
+    lines = [f"line {number}: {text.strip()}" for number, text in numbered if text.strip()]
+    texts = right or [row.where for row in run.reveal(anyway=True).rows if row.tone == "fault" and row.where]
+    found = [line for line in lines if any(text in line for text in texts)]
+    return Question(asks or "At which line?", tuple(lines), tuple(found), decides)
 
 
 def _right(culprit: Any) -> tuple[str, ...]:

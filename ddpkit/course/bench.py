@@ -17,7 +17,7 @@ from ddpkit.errors import LaunchError
 from ddpkit.run import Run
 
 from . import comparison
-from .answer import Answer, Question, given_for
+from .answer import PREDICTED, Answer, Question, given_for
 from .exercises import seed
 from .lab import Lab, Remedy, fits, lab, labs, patched
 from .trial import PREDICTIONS, Outcome, Result, Results, Trials
@@ -118,9 +118,9 @@ class FixBench:
             self._predicted.setdefault(name, "")
         asked = Answer(
             questions,
-            lambda: all(self._predicted[name] for name in names),
+            PREDICTED,
             lambda said: self._predicted.update(zip(names, said, strict=True)),
-            "Your predictions are kept; each result is told beside its own.",
+            lambda: all(self._predicted[name] for name in names),
         )
         if (given := given_for(self.lab.name)) is not None:
             asked.give(*(given[name] for name in names))
