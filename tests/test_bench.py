@@ -18,6 +18,28 @@ from ddpkit.course.lab import lab as find_lab
 from ddpkit.errors import LaunchError
 from ddpkit.runfolder import wire
 
+OWN = """
+import os, sys
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from beside import WIDTH
+from ddpkit.rank import setup
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.aux = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.body(x) if "--no-aux" in sys.argv else self.aux(self.body(x))
+
+with setup() as here:
+    print(f"{here.world_size} ranks, MY={os.environ.get('MY')}, {sys.argv[1:]}")
+    ddp = DDP(Net())
+    for _ in range(3):
+        ddp(torch.ones(2, WIDTH)).sum().backward()
+"""
+
 NAME = "unused_parameters"
 PROGRAM = find_lab(NAME).program
 
@@ -219,3 +241,19 @@ def test_a_run_on_the_bench_can_be_stopped_and_no_second_one_starts(home: Path) 
     bench.stop()
     thread.join(60)
     assert not thread.is_alive() and bench.results[0].outcome.ends == "stopped"
+
+
+@pytest.mark.job
+def test_a_run_of_the_readers_own_keeps_arguments_variables_and_ranks(home: Path) -> None:
+    """Without its argument this program passes: then the bench would tell of another job."""
+    folder = home / "project"
+    folder.mkdir()
+    (folder / "beside.py").write_text("WIDTH = 4\n")
+    (folder / "train.py").write_text(OWN)
+    run = ddpkit.launch(folder / "train.py", args=["--no-aux"], nproc=3, env={"MY": "1"}, show=False, timeout=120)
+    bench = ddpkit.FixBench(run)
+    as_it_is = bench.run()
+    assert bench.title == "Fix bench: train · MY=1 --no-aux"
+    assert as_it_is.run.nproc == 3 and as_it_is.outcome.ends == "fails"
+    assert as_it_is.run.diagnosis and run.diagnosis and as_it_is.run.diagnosis.name == run.diagnosis.name
+    assert as_it_is.run.ranks[2].stdout == run.ranks[2].stdout == "3 ranks, MY=1, ['--no-aux']\n"

@@ -373,7 +373,7 @@ def test_a_job_longer_than_its_timeout_ends_with_stacks(script: Callable[..., st
     assert "all_reduce" in run.ranks[0].stack
     assert "train.py" in run.ranks[1].stack
     assert all("ready" in r.stdout for r in run.ranks)
-    assert "timeout=20 s" in str(run)
+    assert "timeout=20 s" in str(run) and run.headline.startswith("train → hung, and timed out · 2 ranks · rank 1")
     assert "  line 5: dist.all_reduce(torch.ones(3))" in str(run)
     assert run.culprit == 1
 

@@ -327,7 +327,7 @@ def test_restarts_are_warm_too(script: Callable[..., str]) -> None:
 def test_the_command_is_plain_torchrun_either_way(script: Callable[..., str]) -> None:
     cold, warm = both_ways(script("print('hello')"))
     assert warm.command == cold.command
-    assert "-m torch.distributed.run --standalone --nproc-per-node 2" in warm.command
+    assert "-P -m torch.distributed.run --standalone --nproc-per-node 2" in warm.command
 
 
 # When a launch is cold, and says so.
@@ -704,3 +704,16 @@ def test_no_descriptor_is_left_open_by_launches(script: Callable[..., str]) -> N
         assert launch(path).warm
     assert held()[:2] == before[:2]
     assert wait_for(lambda: held()[2] <= before[2] + 2, seconds=30)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_file_of_the_current_folder_does_not_stand_in_torchruns_way(
+    home: Path, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
+    """As with the command `torchrun`: torchrun imports Python's queue, and finds its own."""
+    (home / "scripts").mkdir()
+    (home / "scripts" / "train.py").write_text("print('trained')\n")
+    (home / "queue.py").write_text("raise SystemExit('not the queue that was meant')\n")
+    monkeypatch.chdir(home)
+    run = launch("scripts/train.py", warm=warm)
+    assert run.ok and run.warm == warm, f"{run}\n{run.torchrun_log}"

@@ -6,6 +6,7 @@ Every button of its view, `bench_view.py`, calls a method of this class; it work
 from __future__ import annotations
 
 import difflib
+import os
 import random
 import threading
 from html import escape
@@ -15,6 +16,7 @@ from ddpkit.display.picture import Picture
 from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
 from ddpkit.run import Run
+from ddpkit.runfolder import wire
 
 from . import comparison
 from .answer import PREDICTED, Answer, Question, given_for
@@ -30,7 +32,8 @@ class FixBench:
 
     Args:
         subject: the name of a lab of the catalog, or a run of your own; then its script is what the remedies edit, with
-            your edits in it, and a remedy that no longer finds its place steps back for an edit of your own.
+            your edits in it, and its arguments, variables, ranks and limits stay. A remedy that finds no place in it
+            leaves that to an edit of your own.
         lab: which lab's remedies to offer for a run; by default that of its diagnosis.
         options: further options of `launch`, such as nproc=4 or timeout=120.
 
@@ -49,7 +52,11 @@ class FixBench:
         self.script = self.lab.program if isinstance(subject, str) else subject.script
         order = random.Random(f"{seed()} {self.lab.name}")
         self.remedies: tuple[Remedy, ...] = tuple(order.sample(self.lab.remedies, len(self.lab.remedies)))
-        self._trials = Trials(self.lab, self.script, options)
+        options = options if isinstance(subject, str) else given_to(subject) | options
+        env = options.pop("env", None)
+        variables = [f"{key}={value}" for key, value in (env or {}).items()]
+        self._around = " ".join([*variables, *options.get("args", ())])
+        self._trials = Trials(self.lab, self.script, options, env)
         # By remedy: what the reader predicts for it; "" while that is still asked.
         self._predicted: dict[str, str] = {}
         self._results: list[Result] = []
@@ -63,9 +70,9 @@ class FixBench:
 
     @property
     def title(self) -> str:
-        """The name of the reader's run; with the cause, once a remedy has cured."""
+        """The name of the reader's run, with its variables and arguments; and the cause, once a remedy has cured."""
         cured = any(result.cures for result in self._results)
-        return f"Fix bench: {self.name}" + (f" · {self.lab.title}" if cured else "")
+        return " · ".join(filter(None, [f"Fix bench: {self.name}", self._around, self.lab.title if cured else ""]))
 
     @property
     def results(self) -> Results:
@@ -204,6 +211,17 @@ class FixBench:
         self._shown[0] = len(self._results)
         static = {"text/html": f"<b>{escape(repr(self))}</b>{self.results.html}"} if self._results else {}
         return {**self._view.box._repr_mimebundle_(**kwargs), "text/plain": repr(self), **static}
+
+
+def given_to(run: Run) -> dict[str, Any]:
+    """The options of `launch` that `run` was started with, and where its imports start."""
+    spec = wire.read_record(run.folder / wire.JOB) or {}
+    given = {"nproc": run.nproc, "timeout": spec.get("timeout_s"), **spec.get("asked", {})}
+    if spec.get("stall_s"):
+        given["stall"] = spec["stall_s"]
+    if os.path.isdir(folder := spec.get("path_folder") or ""):
+        given["path_folder"] = folder
+    return given
 
 
 def _lab_for(subject: str | Run, name: str | None) -> Lab:

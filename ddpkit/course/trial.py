@@ -209,12 +209,14 @@ def _said(difference: float | None) -> str:
 class Trials:
     """The runs of one script: the plain one and the one in a single process are made when first needed, and kept.
 
-    `script` is the text that the remedies edit: the lab's own, or the reader's.
+    `script` is the text that the remedies edit: the lab's own, or the reader's. `env` are the variables around it, by
+    default the lab's.
     """
 
     lab: Lab
     script: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str | None] | None = None
 
     def run(
         self,
@@ -225,7 +227,8 @@ class Trials:
     ) -> Run:
         """Launch the script with `remedies`, or the text `script` instead; `options` go before the lab's own limits."""
         text = patched(self.script, [e for r in remedies for e in r.edits]) if script is None else script
-        settings = {**(self.lab.env or {}), **{k: v for r in remedies for k, v in (r.env or {}).items()}, **(env or {})}
+        around = (self.lab.env or {}) if self.env is None else self.env
+        settings = {**around, **{k: v for r in remedies for k, v in (r.env or {}).items()}, **(env or {})}
         name = "_".join([self.lab.name, *(r.name for r in remedies)])
         limits = {"nproc": self.lab.nproc, "timeout": self.lab.timeout, "stall": self.lab.stall}
         return run_recorded(text, env=settings, **{"name": name, **limits, **self.options, **options})
@@ -252,8 +255,15 @@ class Trials:
 
 
 def run_recorded(
-    script: str, name: str, env: Mapping[str, str], wait: bool = True, show: bool | str | Sink = False, **options: Any
+    script: str,
+    name: str,
+    env: Mapping[str, str | None],
+    wait: bool = True,
+    show: bool | str | Sink = False,
+    args: Sequence[str] = (),
+    path_folder: str | None = None,
+    **options: Any,
 ) -> Run:
     """Launch `script`, a text; every step's parameters and gradients are written down, and a hang ends at its stall."""
     checked = checked_options(env={**env, wire.ENV_STEPS: "1"}, name=name, stop_on_stall=True, **options)
-    return start(of_text(script, name), checked, wait=wait, show=show, patient=True)
+    return start(of_text(script, name, args, path_folder=path_folder), checked, wait=wait, show=show, patient=True)

@@ -31,6 +31,8 @@ def what_happened(run: ShownRun) -> str:
 def headline(run: ShownRun) -> str:
     """`broken → failed · 2 ranks · rank 1: ValueError, line 7: raise ValueError("boom")`."""
     state = run.state.replace("_", " ")
+    if run.revealed and run.state == "timed_out" and any(row.waits for row in run.rows):
+        state = "hung, and timed out"
     if run.revealed and run.replicas and run.replicas.apart:
         state += f", but the replicas are {run.replicas.apart}"
     parts = [f"{run.name} → {state}", ranks_counted(run.nproc)]

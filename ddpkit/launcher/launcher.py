@@ -142,8 +142,8 @@ def start(
             command,
             env | _torchrun_settings(folder),
             _cold_because(target, options, env),
-            # The folders that Python puts first in sys.path, in torchrun's agent and in the ranks.
-            [os.getcwd(), os.path.dirname(script)] if script else [os.getcwd()],
+            # The folder that Python puts first in sys.path in the ranks.
+            [os.path.dirname(script) if script else os.getcwd()],
             target.variables(),
             _base_environment(),
             zygote.PATIENCE_S if wait or patient else 0,
@@ -183,7 +183,8 @@ def refuse_inside_a_rank() -> None:
 def _torchrun(target: Sequence[str], options: Options) -> list[str]:
     """The plain torchrun command line; ddpkit sets logs and its recorder through environment variables."""
     own_rendezvous = any(o.startswith(("--rdzv", "--master", "--nnodes", "--node-rank")) for o in options.torchrun)
-    command = [sys.executable, "-m", "torch.distributed.run"]
+    # As with the command `torchrun`, no file of the current folder stands in the way of one that torchrun imports.
+    command = [sys.executable, "-P", "-m", "torch.distributed.run"]
     command += [] if own_rendezvous else ["--standalone"]
     command += ["--nproc-per-node", str(options.nproc)]
     command += ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
@@ -245,6 +246,9 @@ def _spec(
         "torchrun": list(command),
         "cwd": os.getcwd(),
         "env": changed,
+        # What was asked for, in the words of `launch`: the bench asks for the same again.
+        "asked": {"args": list(target.args), "env": dict(options.env), "backend": options.backend},
+        "path_folder": target.path_folder or os.path.dirname(target.command[0]),
         "timeout_s": options.timeout_s,
         "stall_s": options.stall_s,
         "expect_replicas": options.expect_replicas,

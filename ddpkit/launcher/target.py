@@ -54,6 +54,11 @@ class Target:
     source: bytes = b""
     text: str = ""
 
+    @property
+    def args(self) -> tuple[str, ...]:
+        """The program's own arguments."""
+        return self.command[2 if self.command[0] == "-m" else 1 :]
+
     def write(self, folder: Path) -> list[str]:
         """Write the files to the run folder and return the command with its paths filled in."""
         for name, content in self.files.items():
@@ -136,8 +141,15 @@ def _installed_otherwise(package: str) -> importlib.machinery.ModuleSpec | None:
         return None
 
 
-def of_text(text: str, name: str, args: Sequence[str] = (), asker: str = "launch", what: str = "the script") -> Target:
-    """A program given as text, saved as a script in the run folder; imports start from the current folder.
+def of_text(
+    text: str,
+    name: str,
+    args: Sequence[str] = (),
+    asker: str = "launch",
+    what: str = "the script",
+    path_folder: str | None = None,
+) -> Target:
+    """A program given as text, saved as a script in the run folder; imports start from `path_folder`, else the current one.
 
     Raises:
         LaunchError: it does not compile; the message starts with `asker` and calls the text `what`.
@@ -151,7 +163,7 @@ def of_text(text: str, name: str, args: Sequence[str] = (), asker: str = "launch
         line = (error.text or "").strip()
         raise LaunchError(f"{asker}: line {error.lineno} of {what} does not compile ({error.msg}): {line}") from None
     command, files = ("{folder}/" + file, *args), {file: text.encode()}
-    return Target(name, command, files, path_folder=os.getcwd(), source=text.encode())
+    return Target(name, command, files, path_folder=path_folder or os.getcwd(), source=text.encode())
 
 
 def of_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:

@@ -95,9 +95,9 @@ def _umask_of(pid: int) -> int:
 
 
 def _be_agent(command: list[str], inheritance: Inheritance) -> NoReturn:
-    """Run torchrun's own main, as `python -m torch.distributed.run ...` does."""
+    """Run torchrun's own main, as `python -P -m torch.distributed.run ...` does."""
     arguments = command[command.index("-m") + 1 :]
-    _be_fresh(command, [os.getcwd()], inheritance)
+    _be_fresh(command, inheritance)
     _hurry_the_rendezvous()
     sys.argv = arguments
     bootstrap.leave(bootstrap.run(arguments[0], as_module=True))
@@ -119,7 +119,7 @@ def _hurry_the_rendezvous() -> None:
 def _be_rank(arguments: list[str], inheritance: Inheritance) -> NoReturn:
     """Run the rank's script, as in a cold rank."""
     command = keeper.rank_command(arguments)
-    _be_fresh(command, [], inheritance)
+    _be_fresh(command, inheritance)
     # torchrun handles these signals, so its ranks get the default even if a shell had them ignored.
     for number in keeper.FATAL:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -127,12 +127,12 @@ def _be_rank(arguments: list[str], inheritance: Inheritance) -> NoReturn:
     bootstrap.become(command[3:], warm=True)
 
 
-def _be_fresh(command: list[str], first_folders: list[str], inheritance: Inheritance) -> None:
+def _be_fresh(command: list[str], inheritance: Inheritance) -> None:
     """Give this process what a new Python has: its own seeds, keys, caches and name, and no open sockets."""
     show_as(command, os.environ)
     os.closerange(3, 4096)
     sys.orig_argv = list(command)
-    sys.path[:] = dict.fromkeys([*first_folders, *import_folders(os.environ), *inheritance.path])
+    sys.path[:] = dict.fromkeys([*import_folders(os.environ), *inheritance.path])
     sys.path_importer_cache.clear()
     tempfile.tempdir = None
     this = multiprocessing.process.current_process()
