@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "ddpkit"
 # Who raises one of these says in docs/architecture.md what for.
 MOST_LINES, MOST_FILES = 300, 14
 # 20,500 lines, and what lessons got since: questions, predictions and readers' copies (300 lines), checks that ask the
-# records (120), and the memory of a smaller host (95).
-MOST_LINES_OF_PACKAGE, MOST_LINES_OF_VERDICT, MOST_LINES_OF_TESTS = 21_000, 2_000, 15_000
+# records (120), the memory of a smaller host (95), and the reader's own run on the bench (60).
+MOST_LINES_OF_PACKAGE, MOST_LINES_OF_VERDICT, MOST_LINES_OF_TESTS = 21_100, 2_000, 15_000
 
 # Arrows go only downward: a folder, or a file at the top, may import those named here, lazily or not.
 MAY_IMPORT = {

@@ -257,3 +257,16 @@ def test_a_run_of_the_readers_own_keeps_arguments_variables_and_ranks(home: Path
     assert as_it_is.run.nproc == 3 and as_it_is.outcome.ends == "fails"
     assert as_it_is.run.diagnosis and run.diagnosis and as_it_is.run.diagnosis.name == run.diagnosis.name
     assert as_it_is.run.ranks[2].stdout == run.ranks[2].stdout == "3 ranks, MY=1, ['--no-aux']\n"
+
+
+@pytest.mark.job
+def test_a_failure_without_remedies_still_has_a_bench(home: Path) -> None:
+    (home / "train.py").write_text("import sys\n\nvalues = {}\nprint(values['loss'])\n")
+    run = ddpkit.launch(home / "train.py", show=False, timeout=60)
+    bench = ddpkit.FixBench(run)
+    assert repr(bench) == (
+        "Fix bench: train · the catalog has no remedies for it: ddpkit.explain('own_exception') has its page, and "
+        "your own edit can be tried"
+    )
+    assert bench.run(edit=bench.script.replace("{}", "{'loss': 1}")).run.ok
+    assert "has its page" in BenchView(bench).box.children[1].children[1].children[0].value

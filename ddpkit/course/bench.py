@@ -12,6 +12,7 @@ import threading
 from html import escape
 from typing import Any
 
+from ddpkit.diagnosis.run import UNKNOWN
 from ddpkit.display.picture import Picture
 from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
@@ -199,8 +200,16 @@ class FixBench:
             raise LaunchError("FixBench: there is nothing to compare yet; run something first.")
         return comparison.draw(self.title, self.results)
 
+    @property
+    def offers(self) -> str:
+        """`17 remedies`; or, of a failure for which the catalog has none, what there is instead."""
+        if self.remedies:
+            return f"{len(self.remedies)} remedies"
+        page = "" if self.lab.name == UNKNOWN else f"ddpkit.explain({self.lab.name!r}) has its page, and "
+        return f"the catalog has no remedies for it: {page}your own edit can be tried"
+
     def __repr__(self) -> str:
-        return f"{self.title} · {len(self.remedies)} remedies"
+        return f"{self.title} · {self.offers}"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         if self._view is None:
@@ -236,4 +245,6 @@ def _lab_for(subject: str | Run, name: str | None) -> Lab:
     found = subject.diagnosis.name
     named = [one for one in labs() if found in (one.name, one.page)]
     # Several labs may show one failure in different programs: the one whose remedies find their places.
-    return max(named, key=lambda one: sum(fits(subject.script, r) for r in one.remedies)) if named else lab(found)
+    if not named:
+        return Lab(found, subject.diagnosis.title, subject.script, "fails", (), plain="")
+    return max(named, key=lambda one: sum(fits(subject.script, r) for r in one.remedies))

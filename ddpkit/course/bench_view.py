@@ -58,7 +58,8 @@ class BenchView:
     def _laid_out(self) -> Any:
         ask = widgets.HTML("<b>Your prediction</b>, before it runs: the job …")
         button = widgets.HBox([self._run, self._why_not], layout=widgets.Layout(padding="6px 0", align_items="center"))
-        title = widgets.HTML("<b>Remedies</b>; several may go together")
+        several = "; several may go together" if self._bench.remedies else f": {escape(self._bench.offers)}."
+        title = widgets.HTML(f"<b>Remedies</b>{several}")
         controls = [title, *self._chosen.values(), self._own, ask, self._prediction, button, self._say]
         side = widgets.VBox(controls, layout=widgets.Layout(flex="1 1 300px", padding="8px 12px", min_width="260px"))
         code = widgets.VBox(

@@ -245,6 +245,8 @@ class Trials:
         return self._passed(self.lab.reference, nproc=1, name=f"{self.lab.name}_one_process")
 
     def _passed(self, edits: Sequence[Sequence[str]], **options: Any) -> Run | None:
+        if not self.lab.plain:
+            return None
         plain = self.lab.remedy(self.lab.plain)
         try:
             script = patched(self.script, [*plain.edits, *edits])
