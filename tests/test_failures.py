@@ -236,7 +236,10 @@ def test_os_exit_within_a_handler_tells_what_was_handled(script: Callable[..., s
     body = "try:\n    if rank == 1: raise ValueError('a bad shard')\n    dist.all_reduce(torch.ones(3))\n"
     run = launch(script(f"{PREAMBLE}{body}except (ValueError, RuntimeError):\n    os._exit(3)\n"))
     assert run.culprit == 1
-    assert "while it handled ValueError: a bad shard" in run.verdict.sentence
+    assert (
+        "raised ValueError: a bad shard" in run.verdict.sentence
+        and "caught it, and left by os._exit, exit code 3" in run.verdict.sentence
+    )
     assert run.ranks[0].exitcode != 0
 
 
@@ -427,3 +430,26 @@ def test_what_loaders_shared_by_file_system_is_removed(script: Callable[..., str
     files = [Path("/dev/shm") / name.lstrip("/") for rank in run.ranks for name in rank.stdout.split()]
     assert len(files) == 20 and not left_after(home, 20)
     assert not [file for file in files if file.exists()]
+
+
+@pytest.mark.parametrize("leaves", ["import traceback, sys; traceback.print_exc(); sys.exit(1)", "os._exit(1)"])
+def test_a_program_that_catches_and_leaves_has_failed_by_what_it_caught(
+    script: Callable[..., str], leaves: str
+) -> None:
+    run = launch(
+        script(
+            PREAMBLE
+            + f"""
+def read(path):
+    if rank == 1: raise KeyError(path)
+try:
+    read("label 40")
+    dist.all_reduce(torch.ones(1))
+except Exception:
+    {leaves}
+"""
+        )
+    )
+    assert (run.culprit, run.diagnosis.name) == (1, "own_exception"), str(run)
+    assert "rank 1: KeyError, line" in run.headline and "if rank == 1: raise KeyError(path)" in run.headline
+    assert "caught it, and left by" in run.verdict.sentence

@@ -231,8 +231,12 @@ def _chain(error: BaseException) -> list[BaseException]:
     return found
 
 
-def _as_chain(errors: list[BaseException]) -> list[dict[str, str]]:
-    return [{"type": type(e).__name__, "message": _text_of(e)[:2_000]} for e in errors]
+def _as_chain(errors: list[BaseException]) -> list[dict[str, Any]]:
+    found = []
+    for error in errors:
+        where = _innermost_own([_frame(f) for f in _own_traceback(error.__traceback__)])
+        found.append({"type": type(error).__name__, "message": _text_of(error)[:2_000], "where": where})
+    return found
 
 
 def _text_of(error: BaseException) -> str:

@@ -26,6 +26,7 @@ class Failure:
 
     `at_ns`: the wall clock in nanoseconds before the rank cleaned up. `frames`: the traceback, outermost first; `where`:
     its innermost line of the user's code. `chain`: (type, message) of what the exception was raised from, nearest first.
+    `left_by`: how the program ended itself while it handled this exception, such as "sys.exit, exit code 1 (line 7: ...)".
     `at_fault`: the ranks that the exception blames, mostly (). `by_thread`: a thread other than the main one ended the
     rank, and `frames` is where the main one was. `released_others`: on its way out the rank joined a collective of
     all, so that others could go on. `nan_in`: the variables of the user's functions on the way that held nan.
@@ -38,6 +39,7 @@ class Failure:
     frames: tuple[Frame, ...] = ()
     where: Frame | None = None
     chain: tuple[tuple[str, str], ...] = ()
+    left_by: str = ""
     at_fault: tuple[int, ...] = ()
     by_thread: bool = False
     released_others: bool = False
@@ -66,7 +68,13 @@ def read_failure(own: Path, log: Path | None, ended: dict[str, Any], cells: dict
 
 
 def _written_down(record: dict[str, Any]) -> Failure:
-    where = record.get("where")
+    """The failure of a record. A program that catches an exception and ends itself has failed by that exception."""
+    where, left_by = record.get("where"), ""
+    if record["type"] in LEAVES and record["chain"] and record["chain"][0].get("where"):
+        place = f" ({Frame(**where).text})" if where else ""
+        left_by = f"{LEAVES[record['type']]}, {record['message']}{place}"
+        caught, *rest = record["chain"]
+        record, where = {**record, "type": caught["type"], "message": caught["message"], "chain": rest}, caught["where"]
     return Failure(
         at_ns=record["at_ns"],
         type=record["type"],
@@ -75,6 +83,7 @@ def _written_down(record: dict[str, Any]) -> Failure:
         frames=tuple(Frame(**f) for f in record["frames"]),
         where=Frame(**where) if where else None,
         chain=tuple((c["type"], c["message"]) for c in record["chain"]),
+        left_by=left_by,
         at_fault=tuple(record.get("at_fault", ())),
         by_thread=record.get("by_thread", False),
         released_others=record.get("let_go", False),

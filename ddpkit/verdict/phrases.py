@@ -43,7 +43,8 @@ def did(rank: Rank) -> str:
         handled = ": ".join(filter(None, failure.chain[0])).rstrip(".") if failure.chain else ""
         beside = f", while it handled {stable(handled)}" if handled else ""
         return f"left by {LEAVES[failure.type]}, {stable(failure.message).strip()}{in_brackets(failure.where)}{beside}"
-    return f"raised {failure.text.rstrip('.')}{in_brackets(failure.where)}"
+    left = f", caught it, and left by {stable(failure.left_by)}" if failure.left_by else ""
+    return f"raised {failure.text.rstrip('.')}{in_brackets(failure.where)}{left}"
 
 
 def did_alike(ranks: Sequence[Rank]) -> str:

@@ -38,7 +38,8 @@ def _others_have_joined(now: Scene) -> Finding | None:
             came_through = came_through and bool(place.rank.collectives)
             met = met and any(set(joining) <= set(group) for group in place.rank.made.groups)
     if restart:
-        return Finding((), "restart", "stale_addresses", now) if refused or came_through else None
+        nobody_absent = len(joining) == now.size
+        return Finding((), "restart", "stale_addresses", now) if refused or came_through or nobody_absent else None
     few = joining if 2 * len(joining) < now.size else ()
     return Finding(few, "majority", "never_joined", now) if came_through and met else None
 
