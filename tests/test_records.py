@@ -219,3 +219,26 @@ def test_what_a_rank_raised_after_it_was_told_to_end_is_said_of_it(tmp_path: Pat
     assert run.ranks[0].words == "ended by torchrun, and raised ZeroDivisionError then"
     write_rank(tmp_path, 0, {"type": "SystemExit", "message": "exit code 1", "at_ns": 3 * 10**9}, **told)
     assert Run.from_folder(tmp_path).ranks[0].words == "ended by torchrun"
+
+
+def test_a_rank_that_fails_because_the_job_is_ended_is_shown_where_it_stood(tmp_path: Path) -> None:
+    """The first SIGTERM of an ended job reaches a peer before its own does."""
+    write_run(tmp_path)
+    job = {"name": "t", "nproc": 2, "stall_s": 5.0}
+    wire.write_record(tmp_path / wire.JOB, job)
+    wire.write_record(tmp_path / wire.END, {"reason": "stall"})
+    write_rank(tmp_path, 0, told="SIGTERM", told_ns=10**9, exitcode=-15, signal="SIGTERM")
+    write_rank(tmp_path, 1, {"type": "RuntimeError", "message": PEER_LOST.format(port=1), "at_ns": 2 * 10**9})
+    looked = {
+        "at_ns": 10**8,
+        "why": "stall",
+        "state": "idle",
+        "silent_s": 5.0,
+        "busy": 0.0,
+        "inside": [],
+        "workers": [],
+    }
+    wire.write_record(wire.rank_folder(tmp_path, 0, 1) / wire.LOOK, looked)
+    run = Run.from_folder(tmp_path)
+    assert run.state == "hung" and run.ranks[1].failure is not None
+    assert "lost its peer" not in run.rows[1].words, str(run)

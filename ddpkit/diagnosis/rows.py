@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ddpkit.runfolder.account import as_they_stood
 from ddpkit.runfolder.frames import Frame, stack_frames
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
@@ -96,8 +97,11 @@ def rows(
     Without `revealed` a row draws no conclusion: the system's own word for the state, no tone. `waits`: whom each rank
     waits for, where the culprit cannot be told.
     """
-    at, found = scene(ranks).at if revealed else {}, []
-    for rank in ranks:
+    shown = []
+    for rank, before in zip(ranks, as_they_stood(ranks), strict=True):
+        shown.append(replace(rank, failure=before.failure) if revealed else rank)
+    at, found = scene(shown).at if revealed else {}, []
+    for rank in shown:
         row = _row(rank, at.get(rank.rank), rank.rank in at_fault and revealed, revealed, steady)
         whom = (waits or {}).get(rank.rank, ()) if revealed else ()
         found.append(replace(row, whom=whom) if row.waits or row.tone == "waiting" else row)

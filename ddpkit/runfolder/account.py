@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,20 @@ def read_account(folder: Path, spec: Mapping[str, Any], end: Mapping[str, Any], 
     )
     notes = (*spec.get("notes", ()), *end.get("notes", ()), *_of_the_ranks(attempts), *_of_the_agent(agent))
     return Account(attempts, ending, notes)
+
+
+def as_they_stood(ranks: Sequence[Rank]) -> list[Rank]:
+    """The ranks of a job that was ended, as they were before that.
+
+    A rank that failed after the first SIGTERM failed because the job ended; its look shows where it was before.
+    """
+    told_ns = [rank.told_ns for rank in ranks if rank.told]
+    before = []
+    for rank in ranks:
+        failed_ns = rank.failure.at_ns if rank.failure else rank.ended_ns or 0
+        ended_after = bool(told_ns) and rank.look is not None and failed_ns >= min(told_ns)
+        before.append(replace(rank, failure=None, exitcode=None) if ended_after else rank)
+    return before
 
 
 def returned_values(ranks: Sequence[Rank]) -> dict[int, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ddpkit.runfolder.account import Ending
+from ddpkit.runfolder.account import Ending, as_they_stood
 from ddpkit.runfolder.ranks import Rank
 
 from .ends import End, ends, failed_at, sent_by
@@ -128,12 +128,7 @@ def _had_left(victim: Rank, ranks: Sequence[Rank], ended: Mapping[int, End]) -> 
 
 def _of_an_ended_job(ranks: Sequence[Rank], ending: Ending) -> Finding:
     """The ranks that held up a job that ddpkit ended, if nothing moved by then; otherwise nobody."""
-    told_ns = [rank.told_ns for rank in ranks if rank.told]
-    before = []
-    for rank in ranks:
-        # A rank that failed after the first SIGTERM failed because the job ended; its look shows where it was before that.
-        ended_after = bool(told_ns) and rank.look is not None and failed_at(rank) >= min(told_ns)
-        before.append(replace(rank, failure=None, exitcode=None) if ended_after else rank)
+    before = as_they_stood(ranks)
     found = who_holds_up_the_job(before)
     if ending.reason == "stall" or (found.kind != "busy" and _stood_still(before)):
         return found
