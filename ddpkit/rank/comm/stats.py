@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from .buckets import Clock, Pass
 
@@ -19,52 +21,68 @@ WARM_PASSES, LEAST_PASSES = 1, 4
 
 def timed(passes: Sequence[Pass], clock: Clock) -> dict[str, Any]:
     """The times of the passes with the same buckets as the last: DDP lays its buckets out anew after the first."""
+    settled = _settled(passes)
+    found = defaultdict[str, list[float]](list)
+    buckets = []
+    for one in settled:
+        ready, back = _since_backward(one, clock)
+        sync_ms, exposed_ms = waits(one, clock)
+        comm_ms = _under_way(ready, back)
+        buckets.append((ready, back))
+        found["backward_ms"].append(max(ready))
+        found["comm_ms"].append(comm_ms)
+        found["exposed_ms"].append(exposed_ms)
+        if comm_ms > 0:
+            found["hidden_share"].append(1 - exposed_ms / comm_ms)
+        found["sync_ms"].append(sync_ms)
+    for before, after in itertools.pairwise(settled):
+        found["step_ms"].append(clock.between_ms(before.ready[-1], after.ready[-1]))
+    names = ("step_ms", "backward_ms", "comm_ms", "exposed_ms", "hidden_share", "sync_ms")
+    rows = _by_bucket(settled[-1].sizes, np.array(buckets)) if settled else []
+    return {**{name: _middle(found[name]) for name in names}, "buckets": rows}
+
+
+def _settled(passes: Sequence[Pass]) -> list[Pass]:
     whole = [each for each in passes if each.ready and None not in each.back]
     alike = [each for each in whole if each.sizes == whole[-1].sizes]
-    settled = alike[WARM_PASSES:] or alike
-    shapes = [_shape(each, clock) for each in settled]
-    ends = [each.ready[-1] for each in settled]
-    steps = [clock.between_ms(before, after) for before, after in itertools.pairwise(ends)]
-    rows = [
-        {
-            "bucket": i,
-            "bytes": size,
-            "ready_ms": _middle(shape["ready"][i] for shape in shapes),
-            "back_ms": _middle(shape["back"][i] for shape in shapes),
-            "ms": _middle(shape["back"][i] - shape["ready"][i] for shape in shapes),
-        }
-        for i, size in enumerate(settled[-1].sizes if settled else ())
-    ]
-    comm, exposed = (_middle(shape[what] for shape in shapes) for what in ("comm", "exposed"))
-    return {
-        "step_ms": _middle(steps),
-        "backward_ms": _middle(max(shape["ready"]) for shape in shapes),
-        "comm_ms": comm,
-        "exposed_ms": exposed,
-        "hidden_share": _middle(1 - shape["exposed"] / shape["comm"] for shape in shapes if shape["comm"] > 0),
-        "sync_ms": _middle(waits(each, clock)[0] for each in settled),
-        "buckets": rows,
-    }
+    return alike[WARM_PASSES:] or alike
 
 
-def _shape(one: Pass, clock: Clock) -> dict[str, Any]:
-    """A pass in ms since its backward began; if that is not known, since its first bucket was ready."""
+def _by_bucket(sizes: Sequence[int], times: np.ndarray) -> list[dict[str, Any]]:
+    """`times` in ms by pass, ready or back, and bucket."""
+    rows = []
+    for bucket, size in enumerate(sizes):
+        ready, back = times[:, 0, bucket], times[:, 1, bucket]
+        middles = {"ready_ms": _middle(ready), "back_ms": _middle(back), "ms": _middle(back - ready)}
+        rows.append({"bucket": bucket, "bytes": size, **middles})
+    return rows
+
+
+def _since_backward(one: Pass, clock: Clock) -> tuple[list[float], list[float]]:
+    """When each bucket was ready and back, in ms since backward began; if that is not known, since the first was ready."""
     begin = one.ready[0] if one.backward is None else one.backward
-    ready = [clock.between_ms(begin, at) for at in one.ready]
-    back = [clock.between_ms(begin, at) for at in one.back]
-    comm, until = 0.0, -math.inf
+    ready, back = [], []
+    for start, end in zip(one.ready, one.back, strict=True):
+        ready.append(clock.between_ms(begin, start))
+        back.append(clock.between_ms(begin, end))
+    return ready, back
+
+
+def _under_way(ready: Sequence[float], back: Sequence[float]) -> float:
+    """The ms in which any bucket was between ready and back."""
+    ms, until = 0.0, -math.inf
     for start, end in sorted(zip(ready, back, strict=True)):
-        comm += max(0.0, end - max(start, until))
+        ms += max(0.0, end - max(start, until))
         until = max(until, end)
-    return {"ready": ready, "back": back, "comm": comm, "exposed": max(0.0, max(back) - max(ready))}
+    return ms
 
 
 def waits(one: Pass, clock: Clock) -> tuple[float, float]:
     """The ms that this rank waited in a pass: for buffers, and for gradients after its last bucket was ready."""
     if not one.ready or None in one.back:
         return math.nan, math.nan
-    shape = _shape(one, clock)
-    return sum(clock.between_ms(start, end) for start, end in one.syncs), shape["exposed"]
+    ready, back = _since_backward(one, clock)
+    return sum(itertools.starmap(clock.between_ms, one.syncs)), max(0.0, max(back) - max(ready))
 
 
 def by_rank(waited: Mapping[int, Sequence[tuple[float, float]]], step_ms: float) -> dict[str, Any]:
@@ -74,32 +92,34 @@ def by_rank(waited: Mapping[int, Sequence[tuple[float, float]]], step_ms: float)
     Args:
         waited: by rank and pass, the two waits of `waits`.
     """
-    # A rank that has seen fewer passes has missed the first ones.
-    shortest = min(map(len, waited.values()), default=0)
-    rows = zip(*(rank[len(rank) - shortest :] for rank in waited.values()), strict=True)
-    passes = [row for row in rows if not any(math.isnan(x) for pair in row for x in pair)]
-    lost = [_above_least(row) for row in passes[WARM_PASSES:] or passes]
-    if not lost:
+    lost = _above_least(list(waited.values()))
+    if not lost.size:
         return {"ranks": [], "straggler": None}
-    last = [row.index(min(row)) for row in lost]
-    found = [
-        {"rank": rank, "waited_ms": _middle(row[i] for row in lost), "last_share": round(last.count(i) / len(last), 4)}
-        for i, rank in enumerate(waited)
-    ]
+    last = lost.argmin(axis=0)
+    found = []
+    for place, rank in enumerate(waited):
+        share = round(float(np.mean(last == place)), 4)
+        found.append({"rank": rank, "waited_ms": _middle(lost[place]), "last_share": share})
     often = max(found, key=lambda each: each["last_share"])
     cost_ms = max((each["waited_ms"] for each in found if each is not often), default=0.0)
-    habit = len(lost) >= LEAST_PASSES and often["last_share"] >= LAST_SHARE
+    habit = len(last) >= LEAST_PASSES and often["last_share"] >= LAST_SHARE
     return {"ranks": found, "straggler": often["rank"] if habit and cost_ms > WAIT_SHARE * step_ms > 0 else None}
 
 
-def _above_least(row: Sequence[tuple[float, float]]) -> list[float]:
-    syncs, exposed = zip(*row, strict=True)
-    return [sync - min(syncs) + late - min(exposed) for sync, late in row]
+def _above_least(waited: Sequence[Sequence[tuple[float, float]]]) -> np.ndarray:
+    """By rank and pass, the ms that a rank waited longer than the one that waited least."""
+    # A rank that has seen fewer passes has missed the first ones.
+    shortest = min(map(len, waited), default=0)
+    if not shortest:
+        return np.empty(0)
+    every = np.array([rank[len(rank) - shortest :] for rank in waited])
+    known = every[:, ~np.isnan(every).any(axis=(0, 2))]
+    settled = known[:, WARM_PASSES:] if known.shape[1] > WARM_PASSES else known
+    return (settled - settled.min(axis=0)).sum(axis=2)
 
 
-def _middle(values: Iterable[float]) -> float:
-    found = list(values)
-    return round(median(found), 4) if found else 0.0
+def _middle(values: Sequence[float] | np.ndarray) -> float:
+    return round(float(np.median(values)), 4) if len(values) else 0.0
 
 
 def table(stats: Mapping[str, Any]) -> str:
@@ -114,8 +134,11 @@ def _verdict(stats: Mapping[str, Any]) -> str:
         return ""
     if stats["straggler"] is None:
         return "No rank holds up the others as a rule."
-    waited = max(each["waited_ms"] for each in stats["ranks"])
-    (share,) = (each["last_share"] for each in stats["ranks"] if each["rank"] == stats["straggler"])
+    waited = share = 0.0
+    for each in stats["ranks"]:
+        waited = max(waited, each["waited_ms"])
+        if each["rank"] == stats["straggler"]:
+            share = each["last_share"]
     return (
         f"Rank {stats['straggler']} comes last in {share:.0%} of the steps, and the others wait up to {waited:.1f} ms for it, "
         f"{waited / stats['step_ms']:.0%} of a step."
@@ -139,8 +162,8 @@ def _headline(stats: Mapping[str, Any]) -> str:
 def _buckets(stats: Mapping[str, Any]) -> str:
     rows = []
     for each in stats["buckets"]:
-        times = [f"{each[name]:.1f}" for name in ("ready_ms", "back_ms", "ms")]
-        rows.append((str(each["bucket"]), f"{each['bytes'] / MIB:.2f}", *times))
+        times = map(_ms, (each["ready_ms"], each["back_ms"], each["ms"]))
+        rows.append((str(each["bucket"]), _mib(each["bytes"]), *times))
     return _aligned(("bucket", "MiB", "ready at ms", "back at ms", "took ms"), rows)
 
 
@@ -150,7 +173,7 @@ def _collectives(stats: Mapping[str, Any]) -> str:
 
 
 def _by_rank(stats: Mapping[str, Any]) -> str:
-    rows = [(str(r["rank"]), f"{r['waited_ms']:.1f}", f"{r['last_share']:.0%}") for r in stats["ranks"]]
+    rows = [(str(r["rank"]), _ms(r["waited_ms"]), f"{r['last_share']:.0%}") for r in stats["ranks"]]
     return "\n".join(filter(None, [_aligned(("rank", "waits ms", "comes last in"), rows), _verdict(stats)]))
 
 
@@ -166,9 +189,9 @@ def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The first column to the left, the others to the right; "" without rows."""
     if not rows:
         return ""
-    first, *others = (max(map(len, column)) for column in zip(head, *rows, strict=True))
-    lines = []
-    for name, *cells in (head, *rows):
-        right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
-        lines.append("  ".join([name.ljust(first), *right]))
+    lines = [""] * (len(rows) + 1)
+    for place, column in enumerate(zip(head, *rows, strict=True)):
+        width = max(map(len, column))
+        for at, cell in enumerate(column):
+            lines[at] += f"  {cell:>{width}}" if place else f"{cell:<{width}}"
     return "\n".join(lines)
