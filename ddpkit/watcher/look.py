@@ -40,44 +40,60 @@ MOST_WORKERS = 8
 _IN_LOADER = f"torch{os.sep}utils{os.sep}data{os.sep}dataloader.py"
 
 
+Thread = Mapping[str, Any]
+
+
 def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: Mapping[int, float]) -> None:
     """Look at every living rank and record what is found, within about `ANSWERS_WITHIN_S`.
 
     `silent_s` and `busy` are the seconds since each rank's last progress and the share of a core it used lately.
     """
-    living = [rank for rank in ranks if rank.exitcode is None and rank.pid]
-    states = {rank.rank: _state(rank.pid or 0) for rank in living}
-    awake = [rank for rank in living if states[rank.rank] != psutil.STATUS_STOPPED]
-    spied = spied_threads([rank.pid or 0 for rank in living])
-    for rank in living:
-        # If nothing was seen, the stack of an earlier look in this standstill is kept.
-        if threads := spied.get(rank.pid or 0):
-            _write(rank.folder / wire.STACK, "\n".join(_as_faulthandler_writes(thread) for thread in threads))
-    unseen = [rank for rank in awake if rank.pid not in spied]
-    gather_stacks([rank for rank in unseen if not rank.joining or (rank.folder / wire.ASK).exists()])
-    gather_collectives(awake, [rank.rank for rank in awake if rank.failure or _has_the_gil(rank, spied)])
-    for rank in living:
-        path = rank.folder / wire.STACK
-        _write(path, with_sources(wire.read_text(path), sources(rank.folder.parents[2])))
-    on_gpu = devices.device_busy([rank.pid or 0 for rank in living])
-    locked_by, rank_of = file_locks.locked_by(spied), {rank.pid: rank.rank for rank in living}
-    for rank in living:
-        children = [_state(child) for child in _children_in_a_loader(rank)]
+    living = {rank.pid: rank for rank in ranks if rank.exitcode is None and rank.pid}
+    states = {pid: _state(pid) for pid in living}
+    spied = spied_threads(list(living))
+    _gather(living, states, spied)
+    on_gpu = devices.device_busy(list(living))
+    locked_by = file_locks.locked_by(spied)
+    for pid, rank in living.items():
+        children = list(map(_state, _children_in_a_loader(rank)))
+        sleeps_with_the_gil = pid in spied and _has_the_gil(spied[pid]) and states[pid] == psutil.STATUS_SLEEPING
+        holder = living.get(locked_by.get(pid, 0))
         record = {
             "at_ns": time.time_ns(),
             "why": why,
-            "state": states[rank.rank],
+            "state": states[pid],
             "busy": round(busy.get(rank.rank, 0.0), 2),
-            "gpu_busy": on_gpu.get(rank.pid or 0),
+            "gpu_busy": on_gpu.get(pid),
             "silent_s": round(silent_s.get(rank.rank, 0.0), 1),
             "workers": list(_workers_of(rank).items()),
-            "inside": _inside(rank.pid or 0) if _sleeps_with_the_gil(rank, spied, states) else [],
+            "inside": _inside(pid) if sleeps_with_the_gil else [],
             "dead_workers": children.count(psutil.STATUS_ZOMBIE),
             "stopped_workers": children.count(psutil.STATUS_STOPPED),
-            "locked_by": rank_of.get(locked_by.get(rank.pid or 0)),
+            "locked_by": holder.rank if holder else None,
         }
         with contextlib.suppress(OSError):
             wire.write_record(rank.folder / wire.LOOK, record)
+
+
+def _gather(living: Mapping[int, Rank], states: Mapping[int, str], spied: Mapping[int, Sequence[Thread]]) -> None:
+    """Write down the stacks and collectives of the ranks, by pid; those that py-spy could not read are asked."""
+    awake, unseen, unable = [], [], []
+    for pid, rank in living.items():
+        # If nothing was seen, the stack of an earlier look in this standstill is kept.
+        if threads := spied.get(pid):
+            _write(rank.folder / wire.STACK, "\n".join(map(_as_faulthandler_writes, threads)))
+        if states[pid] == psutil.STATUS_STOPPED:
+            continue
+        awake.append(rank)
+        if not threads and (not rank.joining or (rank.folder / wire.ASK).exists()):
+            unseen.append(rank)
+        if rank.failure or not threads or _has_the_gil(threads):
+            unable.append(rank.rank)
+    gather_stacks(unseen)
+    gather_collectives(awake, unable)
+    for rank in living.values():
+        path = rank.folder / wire.STACK
+        _write(path, with_sources(wire.read_text(path), sources(rank.folder.parents[2])))
 
 
 def withdraw(ranks: Sequence[Rank]) -> None:
@@ -112,7 +128,7 @@ def gather_stacks(ranks: Sequence[Rank]) -> None:
                 asked.append(rank.folder / wire.STACK)
     until, sizes = time.monotonic() + WITHIN_S, [0]
     while asked and time.monotonic() < until:
-        before, sizes = sizes, [size(path) for path in asked]
+        before, sizes = sizes, list(map(size, asked))
         # A stack is complete when it stops growing.
         if all(sizes) and sizes == before:
             return
@@ -121,34 +137,27 @@ def gather_stacks(ranks: Sequence[Rank]) -> None:
 
 def gather_collectives(ranks: Sequence[Rank], unable: Collection[int]) -> None:
     """Have these ranks write down their collectives; wait less for those that may be `unable` to answer."""
-    before = {rank.rank: _collectives_written(rank) for rank in ranks}
-    waited_for = [rank for rank in ranks if ask(rank, wire.ASK_ENTRIES)]
+    asked = []
+    for rank in ranks:
+        before = _collectives_written(rank)
+        if ask(rank, wire.ASK_ENTRIES):
+            asked.append((rank, before))
     began = time.monotonic()
-    while waited_for:
-        time.sleep(0.01)
-        waited_s = time.monotonic() - began
-        still = [rank for rank in waited_for if _collectives_written(rank) == before[rank.rank]]
-        still = [rank for rank in still if waited_s < (WITHIN_S if rank.rank in unable else ANSWERS_WITHIN_S)]
-        waited_for = [rank for rank in still if _state(rank.pid or 0) not in ("gone", psutil.STATUS_ZOMBIE)]
+    for rank, before in asked:
+        until = began + (WITHIN_S if rank.rank in unable else ANSWERS_WITHIN_S)
+        while _collectives_written(rank) == before and time.monotonic() < until:
+            if _state(rank.pid or 0) in ("gone", psutil.STATUS_ZOMBIE):
+                break
+            time.sleep(0.01)
 
 
-def _collectives_written(rank: Rank) -> tuple[int, ...]:
+def _collectives_written(rank: Rank) -> tuple[int, int]:
     """When the rank last wrote its collectives, on request and at its end."""
-    return tuple(wire.written_ns(rank.folder / name) for name in (wire.COLLECTIVES_ASKED, wire.COLLECTIVES))
+    return wire.written_ns(rank.folder / wire.COLLECTIVES_ASKED), wire.written_ns(rank.folder / wire.COLLECTIVES)
 
 
-Thread = Mapping[str, Any]
-
-
-def _has_the_gil(rank: Rank, spied: Mapping[int, Sequence[Thread]]) -> bool:
-    """Whether the rank's main thread holds the GIL, or could not be seen."""
-    threads = spied.get(rank.pid or 0, [])
-    return not threads or threads[0].get("owns_gil") is True
-
-
-def _sleeps_with_the_gil(rank: Rank, spied: Mapping[int, Sequence[Thread]], states: Mapping[int, str]) -> bool:
-    """Whether the rank's main thread sleeps while it holds the GIL."""
-    return rank.pid in spied and _has_the_gil(rank, spied) and states[rank.rank] == psutil.STATUS_SLEEPING
+def _has_the_gil(threads: Sequence[Thread]) -> bool:
+    return threads[0].get("owns_gil") is True
 
 
 def _inside(pid: int) -> list[str]:
@@ -161,8 +170,12 @@ def _inside(pid: int) -> list[str]:
         (main,) = (thread["frames"] for thread in json.loads(told.stdout) if thread["os_thread_id"] == pid)
     except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
         return []
-    called = itertools.takewhile(lambda frame: frame["module"], main)
-    return [name for frame in called if not (name := re.split("[(<]", frame["name"])[0]).startswith("0x")]
+    names = []
+    for frame in itertools.takewhile(lambda frame: frame["module"], main):
+        name = re.split("[(<]", frame["name"])[0]
+        if not name.startswith("0x"):
+            names.append(name)
+    return names
 
 
 def _spy() -> list[str]:
@@ -185,7 +198,8 @@ def spied_threads(pids: Sequence[int]) -> dict[int, list[Thread]]:
             threads = [t for t in json.loads(answer) if not str(t["thread_name"]).startswith("ddpkit")]
             threads.sort(key=lambda thread: thread["os_thread_id"] != pid)
             # The process runs while py-spy reads it, so a stack may be empty or cut off.
-            if threads and [frame["name"] for frame in threads[0]["frames"][-1:]] == ["<module>"]:
+            outermost = threads[0]["frames"][-1:] if threads else ()
+            if outermost and outermost[0]["name"] == "<module>":
                 found[pid] = threads
         except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
             process.kill()
@@ -194,8 +208,10 @@ def spied_threads(pids: Sequence[int]) -> dict[int, list[Thread]]:
 
 
 def _as_faulthandler_writes(thread: Thread) -> str:
-    lines = [f'  File "{f["filename"]}", line {f["line"]} in {f["name"]}' for f in thread["frames"]]
-    return "\n".join([f"Thread {thread['thread_name'] or thread['thread_id']} (most recent call first):", *lines, ""])
+    text = f"Thread {thread['thread_name'] or thread['thread_id']} (most recent call first):\n"
+    for frame in thread["frames"]:
+        text += f'  File "{frame["filename"]}", line {frame["line"]} in {frame["name"]}\n'
+    return text
 
 
 def _write(path: Path, text: str) -> None:
@@ -208,7 +224,7 @@ def _workers_of(rank: Rank) -> dict[int, str]:
     """The stacks of the DataLoader workers that this rank waits for, by pid."""
     spied = spied_threads(_children_in_a_loader(rank)[:MOST_WORKERS])
     cells = sources(rank.folder.parents[2])
-    return {pid: with_sources(_as_faulthandler_writes(threads[0]), cells) for pid, threads in spied.items() if threads}
+    return {pid: with_sources(_as_faulthandler_writes(threads[0]), cells) for pid, threads in spied.items()}
 
 
 def _children_in_a_loader(rank: Rank) -> list[int]:
