@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,20 +15,16 @@ _FRAME = re.compile(
     r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$(?:\n    (?P<source>\S.*)$)?', re.MULTILINE
 )
 # "<string>" is the code that Python makes up for a spawned process.
-_NOT_OWN = (
-    "site-packages",
-    "dist-packages",
-    "/lib/python",
-    "<frozen",
-    "<string>",
-    *(f"{os.sep}ddpkit{os.sep}{folder}{os.sep}" for folder in ("rank", "recorder", "processes")),
+_NOT_OWN = re.compile(
+    r"site-packages|dist-packages|/lib/python|<frozen|<string>|[/\\]ddpkit[/\\](rank|recorder|processes)[/\\]"
 )
 # The spaces before a comment that is aligned with others.
 _ALIGNED = re.compile(r"\s{3,}(?=#)")
 _FOR_A_THREAD = re.compile(r"(threading|queue|futures[/\\]\w+)\.py$")
-_FOR_ITS_END = ("join", "result", "shutdown")
+_FOR_ITS_END = re.compile(r"[ .](join|result|shutdown)$")
 BACKWARD = "_engine_run_backward"
 _IN_DISTRIBUTED = re.compile(r"torch.distributed.(distributed_c10d|nn|_functional_collectives)")
+_PAIRWISE = re.compile(_IN_DISTRIBUTED.pattern + r".* (send|recv)$")
 # Functions that only ask about the process group, as a loader does, wait for nobody.
 _ASKS = re.compile(r"(^|\.)(_?(is|get)_\w+|default_pg|WORLD)$")
 _JOINING = re.compile(r"\b(init_process_group|_?rendezvous|_store_based_barrier|_create_c10d_store)\b")
@@ -37,6 +32,7 @@ _JOINING = re.compile(r"\b(init_process_group|_?rendezvous|_store_based_barrier|
 _IN_LOADER = re.compile(
     r"torch.utils.data.dataloader\.py (\w+\.)*(_(try_)?get_data|_shutdown_workers)$|_MultiProcessingDataLoaderIter\."
 )
+_LOADER = re.compile(r"dataloader\.py.* ")
 _TRAINS = re.compile(r"torch.distributed.|_engine_run_backward")
 
 
@@ -71,26 +67,33 @@ def stack_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
     threads = _threads(dump)
     if not threads:
         return []
-    firsts = ("Stack (", "Current thread", "Thread MainThread")
-    chosen = next((thread for thread in threads if thread.startswith(firsts)), threads[-1])
+    chosen = threads[-1]
+    for thread in reversed(threads):
+        if thread.startswith(("Stack (", "Current thread", "Thread MainThread")):
+            chosen = thread
     frames = _frames(chosen, cells)
     if not chosen.startswith("Thread MainThread") or not _waits_for_a_thread(frames):
         return frames
-    beside = [_frames(thread, cells) for thread in threads if thread is not chosen]
-    others = [each for each in beside if any(frame.own for frame in each)]
-    training = [each for each in others if _trains(each)]
+    others = []
+    for thread in threads:
+        beside = _frames(thread, cells)
+        if thread is chosen or not any(frame.own for frame in beside):
+            continue
+        if _match(beside, _TRAINS):
+            return beside
+        others.append(beside)
     # Without a training thread, a single other one is taken if the main thread waits for the end of a thread. Otherwise
     # it may be a heartbeat, say.
-    only = others if len(others) == 1 and any(f.name in _FOR_ITS_END for f in frames) else ()
-    return next(iter(training or only), frames)
+    return others[0] if len(others) == 1 and _match(frames, _FOR_ITS_END) else frames
 
 
 def _threads(dump: str) -> list[str]:
     return [t for t in re.split(r"^(?=Stack \(|Current thread|Thread )", dump, flags=re.MULTILINE) if "  File " in t]
 
 
-def _trains(frames: Sequence[Frame]) -> bool:
-    return any(_TRAINS.search(f"{frame.file} {frame.function}") for frame in frames)
+def _match(frames: Iterable[Frame], pattern: re.Pattern[str]) -> bool:
+    """Whether `pattern` is in the `file function` of one of these frames."""
+    return any(pattern.search(f"{frame.file} {frame.function}") for frame in frames)
 
 
 def _frames(thread: str, cells: dict[str, str]) -> list[Frame]:
@@ -103,14 +106,14 @@ def _frames(thread: str, cells: dict[str, str]) -> list[Frame]:
 
 def is_own(file: str) -> bool:
     """Whether `file` is the user's code rather than Python's, a package's or ddpkit's."""
-    return not any(mark in file for mark in _NOT_OWN) and Path(file).name != wire.FUNCTION_SCRIPT
+    return not _NOT_OWN.search(file) and Path(file).name != wire.FUNCTION_SCRIPT
 
 
 def _waits_for_a_thread(frames: Sequence[Frame]) -> bool:
-    inner = list(itertools.takewhile(lambda frame: not frame.own, frames))
+    inner = _inner(frames)
     if not inner:
         return bool(frames) and ".acquire(" in frames[0].source
-    return bool(_FOR_A_THREAD.search(inner[0].file)) and not any("dataloader.py" in frame.file for frame in inner)
+    return bool(_FOR_A_THREAD.search(inner[0].file)) and not _match(inner, _LOADER)
 
 
 def with_sources(dump: str, cells: dict[str, str]) -> str:
@@ -137,7 +140,7 @@ def is_in(frames: Iterable[Frame], function: str) -> bool:
 
 def is_pairwise(frames: Iterable[Frame]) -> bool:
     """Whether these frames wait in a blocking send or receive."""
-    return any(frame.function in ("send", "recv") and _IN_DISTRIBUTED.search(frame.file) for frame in frames)
+    return _match(frames, _PAIRWISE)
 
 
 def calls_torch_distributed(frames: Iterable[Frame]) -> bool:
@@ -147,7 +150,7 @@ def calls_torch_distributed(frames: Iterable[Frame]) -> bool:
 
 def is_in_loader(frames: Iterable[Frame]) -> bool:
     """Whether these frames wait for a DataLoader's worker."""
-    return any(_IN_LOADER.search(f"{frame.file} {frame.function}") for frame in frames)
+    return _match(frames, _IN_LOADER)
 
 
 def is_joining(frames: Sequence[Frame], once_more: bool) -> bool:
@@ -159,5 +162,10 @@ def is_joining(frames: Sequence[Frame], once_more: bool) -> bool:
 
 def ends_in_torch(frames: Sequence[Frame]) -> bool:
     """Whether a traceback (outermost first) ends in torch.distributed or in a backward."""
-    inner = list(itertools.takewhile(lambda frame: not frame.own, reversed(frames)))
-    return is_in(inner, BACKWARD) or any(_IN_DISTRIBUTED.search(frame.file) for frame in inner)
+    inner = _inner(frames[::-1])
+    return is_in(inner, BACKWARD) or _match(inner, _IN_DISTRIBUTED)
+
+
+def _inner(frames: Sequence[Frame]) -> list[Frame]:
+    """The first frames, until one is the user's own."""
+    return list(itertools.takewhile(lambda frame: not frame.own, frames))
