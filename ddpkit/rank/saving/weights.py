@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,12 @@ def load_weights(path: str | Path, model: torch.nn.Module, trust: bool = False) 
     """
     file = Path(path) / "model.pt" if Path(path).is_dir() else Path(path)
     held = _read(file, trust)
-    key = next((key for key in LAYOUTS if isinstance(held.get(key), dict)), None)
-    weights = dict(held[key]) if key else held
+    rest, weights = {}, held
+    for key in LAYOUTS:
+        if isinstance(held.get(key), dict):
+            rest, weights = dict(held), dict(held[key])
+            del rest[key]
+            break
     if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise WeightsError(f"load_weights: {file} holds no weights: it has {', '.join(map(str, held)) or 'nothing'}.")
     bare = _bare(model)
@@ -44,16 +49,17 @@ def load_weights(path: str | Path, model: torch.nn.Module, trust: bool = False) 
         bare.load_state_dict(weights)
     except RuntimeError as error:
         raise WeightsError(f"load_weights: the weights in {file} are of another model. {error}") from None
-    return {name: value for name, value in held.items() if name != key} if key else {}
+    return rest
 
 
 def _without_prefixes(weights: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
     """`weights` without the prefixes that all names have, unless the model's own names have them."""
     while weights and not wanted & set(weights):
-        prefix = next((p for p in PREFIXES if all(name.startswith(p) for name in weights)), None)
-        if prefix is None:
+        # Where all names have a prefix, the part that they have in common begins with it.
+        common = os.path.commonprefix(list(weights))
+        if not common.startswith(PREFIXES):
             break
-        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+        weights = {name.partition(".")[2]: value for name, value in weights.items()}
     return weights
 
 
@@ -70,9 +76,10 @@ def _read(file: Path, trust: bool) -> dict[str, Any]:
     except FileNotFoundError:
         raise WeightsError(f"load_weights: there is no file {file}.") from None
     except pickle.UnpicklingError as error:
-        what = next(
-            (line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error).partition("\n")[0]
-        )
+        what = str(error).partition("\n")[0]
+        for line in reversed(str(error).splitlines()):
+            if "GLOBAL" in line:
+                what = line.strip()
         raise WeightsError(
             f"load_weights: {file} holds more than tensors and plain values, and reading it would run its code. {what} "
             "If you trust where it is from: load_weights(..., trust=True)."

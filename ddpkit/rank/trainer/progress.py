@@ -74,18 +74,19 @@ class Progress:
         seconds = time.perf_counter() - self._since
         steps = len(self._data_s)
         # Medians: a rank that was slow once, because the machine was busy, holds up nobody for long.
-        data_ms, forward_ms = (1000 * median(s) if s else 0.0 for s in (self._data_s, self._forward_s))
+        own_ms = 1000 * median(self._data_s or [0.0]), 1000 * median(self._forward_s or [0.0])
         step_ms = 1000 * seconds / max(1, steps)
-        own = [steps, float(self._loss), float(self._bad), data_ms, forward_ms, workers]
-        rows = [row.tolist() for row in gathered(torch.tensor(own, dtype=torch.float64))]
-        counted = sum(steps - bad for steps, _, bad, *_ in rows)
+        own = [steps, float(self._loss), float(self._bad), *own_ms, workers]
+        rows = torch.stack(gathered(torch.tensor(own, dtype=torch.float64)))
+        all_steps, losses, bad, data_ms, forward_ms, all_workers = rows.T.tolist()
+        counted = sum(all_steps) - sum(bad)
         found = Interval(
             steps=steps,
-            loss=sum(row[1] for row in rows) / counted if counted else float("nan"),
+            loss=sum(losses) / counted if counted else float("nan"),
             step_ms=step_ms,
-            not_finite={rank: int(row[2]) for rank, row in enumerate(rows) if row[2]},
-            slow=slow_ranks([(row[3], row[4]) for row in rows], step_ms),
-            workers={rank: int(row[5]) for rank, row in enumerate(rows)},
+            not_finite={rank: int(times) for rank, times in enumerate(bad) if times},
+            slow=slow_ranks(list(zip(data_ms, forward_ms, strict=True)), step_ms),
+            workers=dict(enumerate(map(int, all_workers))),
         )
         self._begin()
         return found
@@ -125,13 +126,11 @@ def slow_ranks(own_ms: list[tuple[float, float]], step_ms: float) -> str:
             does not show here; `CommProfiler` shows it.
         step_ms: milliseconds of a step.
     """
-    for place, what in enumerate(("loading data", "forward")):
-        times = [ms[place] for ms in own_ms]
+    for what, times in zip(("loading data", "forward"), zip(*own_ms, strict=True), strict=True):
         middle = sorted(times)[(len(times) - 1) // 2]
         slow = [r for r, ms in enumerate(times) if ms > SLOW_RATIO * middle and ms - middle > SLOW_SHARE * step_ms]
         if slow:
-            most = max(times[r] for r in slow)
             holds = "holds" if len(slow) == 1 else "hold"
-            figures = f"{most:.0f} ms of a step, the middle rank {middle:.0f} ms"
+            figures = f"{max(times):.0f} ms of a step, the middle rank {middle:.0f} ms"
             return f"{in_words(slow)} {holds} up the others by {what}: {figures}"
     return ""

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import parameters_to_vector
 
 from ddpkit.rank import setup
 
@@ -18,8 +19,11 @@ def window_of(number, rank, seed):
     generator = torch.Generator().manual_seed(1000 * seed + 10 * number + rank)
     count = 2 + (number + 2 * rank + seed) % 3
     sizes = torch.randint(1, 6, (count,), generator=generator).tolist()
-    draw = [torch.randn(size, 9, generator=generator) for size in sizes]
-    return [(rows[:, :8], rows[:, 8:] + rank) for rows in draw]
+    micro_batches = []
+    for size in sizes:
+        rows = torch.randn(size, 9, generator=generator)
+        micro_batches.append((rows[:, :8], rows[:, 8:] + rank))
+    return micro_batches
 
 
 def call(answer, seed):
@@ -31,11 +35,11 @@ def call(answer, seed):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         for number in range(WINDOWS):
             answer(ddp, optimizer, window_of(number, here.rank, seed))
-        times = sum(reduced) / sum(p.numel() for p in net.parameters())
+        times = sum(reduced) / parameters_to_vector(net.parameters()).numel()
         swallows = _swallows(answer, ddp, optimizer, window_of(0, here.rank, seed))
         _train_alone(alone, here.world_size, seed)
-        off = max((p - q).abs().max().item() for p, q in zip(net.parameters(), alone.parameters(), strict=True))
-        return {"off": off, "times": times, "swallows": swallows}
+        off = parameters_to_vector(net.parameters()) - parameters_to_vector(alone.parameters())
+        return {"off": off.abs().max().item(), "times": times, "swallows": swallows}
 
 
 def _counted():
@@ -54,8 +58,7 @@ def _swallows(answer, ddp, optimizer, micro_batches):
     def fail(module, inputs):
         raise RuntimeError("a fault that was not expected")
 
-    with torch.no_grad():
-        before = [p.clone() for p in ddp.module.parameters()]
+    before = copy.deepcopy(ddp.module.state_dict())
     hook = ddp.module.register_forward_pre_hook(fail)
     try:
         answer(ddp, optimizer, micro_batches)
@@ -63,19 +66,19 @@ def _swallows(answer, ddp, optimizer, micro_batches):
         return False
     finally:
         hook.remove()
-        with torch.no_grad():
-            for p, q in zip(ddp.module.parameters(), before, strict=True):
-                p.copy_(q)
+        ddp.module.load_state_dict(before)
     return True
 
 
 def _train_alone(net, ranks, seed):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     for number in range(WINDOWS):
-        everything = [pair for rank in range(ranks) for pair in window_of(number, rank, seed)]
-        x, y = (torch.cat(parts) for parts in zip(*everything, strict=True))
+        everything = []
+        for rank in range(ranks):
+            everything += window_of(number, rank, seed)
+        x, y = zip(*everything, strict=True)
         optimizer.zero_grad()
-        nn.functional.mse_loss(net(x), y).backward()
+        nn.functional.mse_loss(net(torch.cat(x)), torch.cat(y)).backward()
         optimizer.step()
 
 
