@@ -138,7 +138,7 @@ class Run:
 
     @property
     def verdict(self) -> Verdict:
-        """Who is at fault, in a sentence and by rank."""
+        """The rank at fault, in a sentence, and the part of each rank."""
         return self._known[1]
 
     @property

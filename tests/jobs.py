@@ -21,7 +21,7 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 rank = int(os.environ["RANK"])
 """
-# What stands above a job's own lines, by its `start`; an impatient job gives up every wait after 2 s.
+# What comes above a job's own lines, by its `start`; an impatient job gives up every wait after 2 s.
 STARTS = {
     "usual": f"""{IMPORTS}
 dist.init_process_group("gloo")

@@ -60,8 +60,8 @@ def words_of_the_machine(run: Path, script: Path) -> dict[bytes, bytes]:
 
 def cleaned(content: bytes, words: dict[bytes, bytes]) -> bytes:
     """`content` with every word of the machine replaced."""
-    for word, stands in words.items():
-        content = content.replace(word, stands)
+    for word, placeholder in words.items():
+        content = content.replace(word, placeholder)
     return content
 
 

@@ -1,4 +1,4 @@
-"""The table of injected faults: a small training with each, run as a real job, compared with one that nothing happened to."""
+"""The table of injected faults: a small training job with each, run for real, compared with one that nothing happened to."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Fault:
 
     @property
     def spoils(self) -> bool:
-        """Whether a step is left out, so that the comparison is with a training that leaves out the same one."""
+        """Whether a step is left out, so that the comparison is with a run that leaves out the same one."""
         return self.kind == "nan"
 
 
@@ -72,7 +72,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """A training with a fault, beside one without: what is not as it should be, how long it took, the steps done twice."""
+    """A run with a fault, beside one without: what is not as it should be, how long it took, the steps done twice."""
 
     wrong: str
     seconds: float
@@ -81,7 +81,7 @@ class Outcome:
 
 
 def trained(home: Path, nproc: int, restarts: int = 1, wait: bool = True, **changed: Any) -> ddpkit.Run:
-    """Run the training with `changed` options; its checkpoints lie in home/checkpoints."""
+    """Run the training with `changed` options; its checkpoints are in home/checkpoints."""
     options = {**SIZES, "checkpoint_dir": str(home / "checkpoints"), "log_dir": str(home / "logs"), **changed}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return ddpkit.launch(

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "ddpkit"
-# Who raises one of these says in docs/architecture.md what for.
+# Raise one of these only with a reason in docs/architecture.md.
 MOST_LINES, MOST_FILES = 300, 14
 # 20,500 lines, and what lessons got since: questions, predictions and readers' copies (300 lines), checks that ask the
 # records (120), the memory of a smaller host (95), and the reader's own run on the bench (60).

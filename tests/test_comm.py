@@ -81,7 +81,7 @@ def train(here, kind, options, profiled, window=1, to_none=True, dtype=torch.flo
     torch.manual_seed(here.rank)
     found = []
     for step in range(12):
-        # In the middle of a training, one that ends, and one that follows it.
+        # In the middle of a training loop, one that ends, and one that follows it.
         if profiled and step in (2, 8):
             found.append(around.enter_context(CommProfiler(net)))
         if step == 6:
@@ -292,7 +292,7 @@ def check_refusals(zero: dict[str, Any], one: dict[str, Any]) -> None:
         "The model reduces gradient by gradient, with DDP's reducer for compiled models: there are no buckets to time."
         + AND_UNCOUNTED
     )
-    unknown = "Who waits for whom is not known: not every rank left its CommProfiler within 0.2 s."
+    unknown = "Which rank waits for which is not known: not every rank left its CommProfiler within 0.2 s."
     assert zero["alone"]["note"].replace(AND_UNCOUNTED.strip(), "").strip() == unknown
     assert zero["alone"]["passes"] == 1 and zero["alone"]["ranks"] == []
     assert zero["afterwards"] is True

@@ -347,7 +347,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert refused(["--config=bytes.yaml"]).startswith("- bytes.yaml is not YAML: 'utf-8' codec can't decode byte 0xff")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a file that nobody can read takes Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="a file that nobody can read needs Linux")
 def test_a_file_that_cannot_be_read() -> None:
     assert refused(["--config=/proc/self/mem"]) == "- /proc/self/mem cannot be read (Input/output error)"
 

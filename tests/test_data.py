@@ -365,7 +365,7 @@ def test_with_a_gpu_workers_are_not_forked_from_the_rank_itself() -> None:
         (Killed(40), "SIGRTMIN+6: see `man 7 signal`"),
         (
             lambda: os._exit(3),
-            "Exit code 3: the dataset, or a library of it, left the process; a traceback may stand on stderr",
+            "Exit code 3: the dataset, or a library of it, left the process; a traceback may be on stderr",
         ),
         (lambda: os._exit(0), "Exit code 0: the dataset, or a library of it, left the process"),
     ],

@@ -555,7 +555,7 @@ def test_no_other_page_lays_claim_to_it(name: str, said: Said) -> None:
                 assert not any(signature.pattern.search(text) for text in texts), f"{page.name}: {signature.text}"
 
 
-# Who is at fault, and who is not.
+# The rank at fault, and the ranks that are not.
 
 
 def test_a_job_that_passed_has_no_diagnosis(tmp_path: Path) -> None:
@@ -571,7 +571,7 @@ def test_a_victims_words_are_never_the_cause(tmp_path: Path, kind: str, text: st
     write_said(tmp_path, 0, raised("RuntimeError", text))
     write_said(tmp_path, 1, Said(), exitcode=-15, signal="SIGTERM", told="SIGTERM", told_ns=1)
     found = diagnose(
-        read(tmp_path), verdict(None, kind, "Who is at fault cannot be told.", r0="consequence", r1="consequence")
+        read(tmp_path), verdict(None, kind, "The rank at fault cannot be told.", r0="consequence", r1="consequence")
     )
     assert found is not None
     assert found.name == {"peer_lost": "peer_lost", "gave_up": "collective_timeout"}[kind]
@@ -759,7 +759,7 @@ def test_the_verdict_wins_over_an_exception_nobody_knows(tmp_path: Path) -> None
     assert found is not None and found.name == "early_exit"
 
 
-# What stands on stderr beside an exception.
+# What is on stderr beside an exception.
 
 
 def test_an_error_that_was_printed_and_dealt_with_is_not_the_cause(tmp_path: Path) -> None:

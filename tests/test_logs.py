@@ -125,7 +125,7 @@ def test_every_page_but_the_silent_ones_is_reached() -> None:
 
 
 def test_a_log_can_be_searched_for_every_signature() -> None:
-    """Each has a word that must stand in what it matches; so a line without any of them need not be looked at."""
+    """Each has a word that must be in what it matches; so a line without any of them need not be looked at."""
     for each in pages():
         for signature in each.signatures:
             if signature.in_logs:

@@ -19,7 +19,7 @@ from ddpkit.display import memory_plot
 from ddpkit.display.memory_plot import RankMemory, memory
 from ddpkit.runfolder import wire
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="on the CPU a budget takes Linux")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="on the CPU a budget needs Linux")
 Script = Callable[..., str]
 
 # Tensors of so many MiB.
@@ -209,7 +209,7 @@ def test_where_there_can_be_no_budget_one_sentence_says_so(script: Script) -> No
         """
     )
     found = reported(launch(path, nproc=1))
-    assert found["elsewhere"] == "memory_budget: on the CPU this takes Linux, and this is darwin."
+    assert found["elsewhere"] == "memory_budget: on the CPU this needs Linux, and this is darwin."
     assert found["too_much"] == "memory_budget: 5000 MiB are more than `ulimit -Hd` leaves this process."
     assert "this system does not hold a process to RLIMIT_DATA" in found["unheld"]
 

@@ -1,4 +1,4 @@
-"""The memory monitor: what it warns of and how often, what a snapshot holds, and that it never stands in an error's way."""
+"""The memory monitor: what it warns of and how often, what a snapshot holds, and that it never gets in an error's way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpkit.rank import MemoryMonitor
 from ddpkit.rank.memory import host
 from ddpkit.runfolder import wire
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="on the CPU a budget takes Linux")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="on the CPU a budget needs Linux")
 Script = Callable[..., str]
 
 

@@ -44,7 +44,7 @@ def program(model: str = PLAIN, end: str = DESTROY) -> str:
     [
         (PLAIN, DESTROY),
         (PLAIN, "print('the group stays')"),
-        # What happens to one model alone after the group is gone, as a test on rank 0, is no matter of DDP's.
+        # What happens to one model alone after the group is gone, as a test on rank 0, is not DDP's business.
         (PLAIN, f"{DESTROY}\n{HEAVIER}"),
         ("model = DDP(nn.Linear(4, 600_000))", DESTROY),
         ("halves = [dist.new_group([r]) for r in (0, 1)]\nmodel = DDP(nn.Linear(4, 1), process_group=halves[rank])\n"

@@ -168,7 +168,7 @@ def test_a_store_that_cannot_be_reached_is_named(home: Path) -> None:
     )
     assert warnings(alone)[0].endswith("Rank 1 goes on trying.")
     assert alone["said"].startswith(f"{asked} 8 s, and nobody answered: Connection refused.") and alone["took_s"] < 30
-    assert "who listens there did not answer as a store of torch's does. If that is no rank of this" in astray["said"]
+    assert "what listens there did not answer as a store of torch's does. If that is no rank of this" in astray["said"]
     assert any("'store', which is a matter of the network" in line for line in astray["lines"])
 
 
@@ -191,7 +191,7 @@ def test_the_roll_call_sees_what_is_wrong_between_ranks(home: Path) -> None:
     assert all("Each needs a RANK of its own; torchrun gives it." in rank["said"] for rank in twice)
     assert sum(rank["type"] == "ValueError" for rank in twice) == 1
     assert all(re.search(r"was told WORLD_SIZE=\d, rank \d WORLD_SIZE=\d\. All ranks", r["said"]) for r in sizes)
-    # Who is told of another's failure before it comes to its own says whose that was.
+    # A rank that is told of another's failure before it comes to its own says whose that was.
     told = re.compile(r"^setup: rank \d failed in its setup: ValueError: ")
     assert {told.sub("", rank["said"]) for rank in differ} == {
         "setup: the ranks ask for different backends: gloo (rank 0), nccl (rank 1). "

@@ -90,7 +90,7 @@ def test_kills_from_outside_at_random_moments(home: Path) -> None:
 
 
 def _usual_s(home: Path, nproc: int) -> float:
-    """Seconds of a training that nothing happens to: the middle of three."""
+    """Seconds of a run that nothing happens to: the middle of three."""
     taken = []
     for number in range(3):
         since = time.monotonic()
@@ -136,7 +136,7 @@ def _spread(values: list[float] | list[int]) -> str:
 
 
 def _write(marker: str, text: str) -> None:
-    """Put `text` into docs/training.md where `marker` stands."""
+    """Put `text` into docs/training.md in the place of `marker`."""
     before, mark, rest = PAGE.read_text(encoding="utf-8").partition(marker)
     _, end, after = rest.partition("<!-- end -->")
     PAGE.write_text(f"{before}{mark}\n\n{text}\n\n{end}{after}", encoding="utf-8")

@@ -20,7 +20,7 @@ Script = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the trainings lie that the others are compared with."""
+    """The folder of the training runs that the others are compared with."""
     return tmp_path_factory.mktemp("survival")
 
 
@@ -96,7 +96,7 @@ def test_another_training_in_the_same_folder_is_refused_or_set_aside(home: Path)
     assert again.ok and again.reported[0]["resumed_from"] == 4
     other = trained(home, 2, 0, max_steps=4, learning_rate=0.5)
     assert other.state == "failed" and other.culprit == "every rank", str(other)
-    assert "is of another training: training.learning_rate is 0.003 there and 0.5 here." in other.ranks[0].stderr
+    assert "is from another run: training.learning_rate is 0.003 there and 0.5 here." in other.ranks[0].stderr
     afresh = trained(home, 2, 0, max_steps=4, learning_rate=0.5, resume="never")
     assert afresh.ok and afresh.reported[0]["resumed_from"] == 0
     assert [p.name for p in (home / "checkpoints" / "earlier_1").iterdir()] == ["step_00000004"]

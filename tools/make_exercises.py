@@ -1,4 +1,4 @@
-"""Make `exercises/` from `solutions/`: nbgrader's own ClearSolutions takes out what lies between its markers; outputs go."""
+"""Make `exercises/` from `solutions/`: nbgrader's own ClearSolutions takes out what is between its markers; outputs go."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ddpkit.errors import LaunchError
 from .lab import Remedy
 from .trial import PREDICTIONS, Result, Results
 
-# Lines shown around a change; what lies farther off is folded.
+# Lines shown around a change; what is farther off is folded.
 AROUND = 3
 STYLE = f"<style>{Path(__file__).with_name('bench.css').read_text(encoding='utf-8')}</style>"
 
@@ -102,7 +102,7 @@ class BenchView:
             return None, str(error)
 
     def _enable(self) -> None:
-        """The button works where a run may start; beside it stands why not."""
+        """The button works where a run may start; the text beside it says why not."""
         clash = self._combined()[1] if self.own is None else ""
         why_not = self._bench.why_not_here or ("a run goes on" if self._running else clash)
         if not why_not and self._prediction.value is None:

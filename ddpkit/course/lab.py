@@ -47,7 +47,7 @@ class Remedy:
 class Lab:
     """A failure that can be run. `program` is the script; `expect` how it ends: "fails", "hangs", or "silent", which is to
     pass and be wrong; `culprit` and `page` are what the run must say, and `plain` names the remedy that is the same
-    training without the fault. `reference` holds the edits that make the plain script a training in one process."""
+    training without the fault. `reference` holds the edits that make the plain script train in one process."""
 
     name: str
     title: str

@@ -152,7 +152,7 @@ class Result:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What stands in its row of the table, the same in every run."""
+        """The cells of its row of the table, the same in every run."""
         found = self.outcome
         return (
             self.tried,

@@ -23,7 +23,7 @@ class Picture:
         self.alt = alt
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        # `alt` stands where IPython's own Image puts it and nbconvert reads it; a text form that varies would break nbval.
+        # `alt` is where IPython's own Image puts it and nbconvert reads it; a text form that varies would break nbval.
         return {"image/png": self.png(), "text/plain": self.alt}, {"image/png": {"alt": self.alt, "width": 800}}
 
     def __repr__(self) -> str:

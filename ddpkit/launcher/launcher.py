@@ -183,7 +183,7 @@ def refuse_inside_a_rank() -> None:
 def _torchrun(target: Sequence[str], options: Options) -> list[str]:
     """The plain torchrun command line; ddpkit sets logs and its recorder through environment variables."""
     own_rendezvous = any(o.startswith(("--rdzv", "--master", "--nnodes", "--node-rank")) for o in options.torchrun)
-    # As with the command `torchrun`, no file of the current folder stands in the way of one that torchrun imports.
+    # As with the command `torchrun`, no file of the current folder gets in the way of one that torchrun imports.
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]
     command += [] if own_rendezvous else ["--standalone"]
     command += ["--nproc-per-node", str(options.nproc)]

@@ -1,4 +1,4 @@
-"""A whole training as one program: `torchrun --nproc-per-node 2 -m ddpkit.rank.training`; `ddpkit train` starts it."""
+"""A whole training run as one program: `torchrun --nproc-per-node 2 -m ddpkit.rank.training`; `ddpkit train` starts it."""
 
 from __future__ import annotations
 

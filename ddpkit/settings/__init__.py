@@ -1,1 +1,1 @@
-"""The settings of a training, without torch: keys, defaults and checks."""
+"""The settings of a training run, without torch: keys, defaults and checks."""

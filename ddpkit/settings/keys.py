@@ -1,4 +1,4 @@
-"""Every setting of a training with its default and its meaning, and the numbers that follow from them."""
+"""Every setting of a training run with its default and its meaning, and the numbers that follow from them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Values:
         None, "a collective that takes longer fails; none: torch's own limit", "s", above=0
     )
     bucket_cap_mb: float = _ranks(25.0, "size of DDP's buckets", "MiB", above=0)
-    gradient_as_bucket_view: bool = _ranks(True, "gradients lie in DDP's buckets: one copy less")
+    gradient_as_bucket_view: bool = _ranks(True, "gradients are kept in DDP's buckets: one copy less")
     static_graph: bool = _ranks(False, "promise DDP that every step uses the same parameters")
     find_unused_parameters: bool = _ranks(False, "let DDP look for parameters that a step leaves out")
 
@@ -124,7 +124,7 @@ class Values:
         return self.batch_size * world_size * self.gradient_accumulation_steps
 
     def total_steps(self, world_size: int) -> int:
-        """Optimizer steps of the whole training; each rank has an even share of the data."""
+        """Optimizer steps of the whole training run; each rank has an even share of the data."""
         batches = math.ceil(self.train_size / world_size / self.batch_size)
         steps = self.num_epochs * math.ceil(batches / self.gradient_accumulation_steps)
         return min(steps, self.max_steps or steps)

@@ -1,4 +1,4 @@
-"""`TrainConfig`: the settings of a training, read from YAML or a command line and checked before a rank starts.
+"""`TrainConfig`: the settings of a training run, read from YAML or a command line and checked before a rank starts.
 
 The same check runs in the notebook and in the ranks, so there is no torch here.
 """

@@ -1,4 +1,4 @@
-"""Step 4: trainings in 16 bits, one that goes on, one whose rank is killed, and what trainer and profiler cost."""
+"""Step 4: training runs in 16 bits, one that goes on, one whose rank is killed, and what trainer and profiler cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which words must stand in a text that a regular expression matches: what lets gigabytes of log be read for hundreds of them."""
+"""Which words must be in a text that a regular expression matches: what lets gigabytes of log be read for hundreds of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHORTEST = 4
 
 
 def required(pattern: re.Pattern[str]) -> frozenset[str]:
-    """Lower-case words of which at least one stands in every text that `pattern` matches; empty where none can be told.
+    """Lower-case words of which at least one is in every text that `pattern` matches; empty where none can be told.
 
     Of a chain of parts the one whose shortest word is longest is taken; of alternatives, one word for each.
     """

@@ -44,7 +44,7 @@ class Evidence {
     this.draw(found.rows);
     this.diagnosis.replaceChildren(...(found.diagnosis ? [diagnosisOf(found.diagnosis)] : []));
     if (found.rows.some((row) => row.silent != null)) return;
-    // Nothing stood still: the lanes have told it all, and this is for who wants to look closer.
+    // Nothing stood still: the lanes have told it all, and this is for a closer look.
     const fold = make("details", "ddp-more", make("summary", "", "Where each rank was"), ...this.table.childNodes);
     this.table.replaceChildren(fold);
   }

@@ -1,5 +1,5 @@
 // Draws a running job as live lanes, from the short messages that `view.py` sends; text of a rank only ever becomes a text
-// node. `evidence.js`, which stands below this in the same module, draws what was found when nothing moved.
+// node. `evidence.js`, which comes below this in the same module, draws what was found when nothing moved.
 
 const STDERR = 1;
 const GAP = 2;
@@ -589,7 +589,7 @@ class Lane {
   }
 }
 
-// One figure of a rank's memory with its curve. `column`: where in a sample it stands. A rank that has ended keeps its last.
+// One figure of a rank's memory with its curve. `column`: its place in a sample. A rank that has ended keeps its last.
 class Gauge {
   constructor(column) {
     this.column = column;

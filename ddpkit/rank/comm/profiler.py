@@ -176,7 +176,7 @@ class CommProfiler:
                 self._store.wait(list(keys.values()), timedelta(seconds=OTHERS_WITHIN_S))
                 self._waited = {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
             except RuntimeError:
-                unknown = "Who waits for whom is not known: not every rank left its CommProfiler"
+                unknown = "Which rank waits for which is not known: not every rank left its CommProfiler"
                 return {}, f"{unknown} within {OTHERS_WITHIN_S} s."
         return self._waited, ""
 

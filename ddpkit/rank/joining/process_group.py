@@ -46,7 +46,7 @@ _count = itertools.count(1)
 
 @dataclass(frozen=True)
 class Here:
-    """Where this process stands in the job. `rank` counts over all hosts, `local_rank` on this one.
+    """The place of this process in the job. `rank` counts over all hosts, `local_rank` on this one.
 
     `store` is for what ranks tell each other outside of collectives: `store.set(key, text)`, `store.get(key)`. All ranks
     share it, and it holds no key of an attempt before a restart. It ends with the `with` block.

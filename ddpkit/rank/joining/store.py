@@ -84,7 +84,7 @@ def _say_if_taken(here: Place, error: RuntimeError) -> None:
 
 
 def _why_not(here: Place, waited_s: float) -> str:
-    """Who does not answer at the store's address, after `waited_s` seconds."""
+    """The error of a rank that got no answer at the store's address for `waited_s` seconds."""
     where, owner = f"{here.host}:{here.port}", "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
     asked = (
         f"setup: rank {here.rank} asked for the job's store at {where} (MASTER_ADDR, MASTER_PORT) for {waited_s:g} s"
@@ -95,6 +95,6 @@ def _why_not(here: Place, waited_s: float) -> str:
         found = f"nobody answered: {error.strerror or error}"
         do = f"See that {owner}, which hosts it, runs and was given the same address, and that no firewall is between."
     else:
-        found = "who listens there did not answer as a store of torch's does"
+        found = "what listens there did not answer as a store of torch's does"
         do = "If that is no rank of this job, take another MASTER_PORT, the same on all ranks."
     return f"{asked}, and {found}. {do}"

@@ -195,7 +195,7 @@ class WatchedIterator(_MultiProcessingDataLoaderIter):
 def _why(exitcode: int, kernel_says: str) -> str:
     """The likely cause of such an end, without a full stop."""
     if exitcode >= 0:
-        return "the dataset, or a library of it, left the process; a traceback may stand on stderr"
+        return "the dataset, or a library of it, left the process; a traceback may be on stderr"
     name = signal_name(-exitcode)
     if name == "SIGKILL":
         if kernel_says:

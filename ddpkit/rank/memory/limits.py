@@ -32,7 +32,7 @@ class CpuMemory:
 
     def __init__(self) -> None:
         if sys.platform != "linux":
-            raise RuntimeError(f"memory_budget: on the CPU this takes Linux, and this is {sys.platform}.")
+            raise RuntimeError(f"memory_budget: on the CPU this needs Linux, and this is {sys.platform}.")
         _give_back_what_is_freed()
         _warm_up()
         gc.collect()
@@ -116,7 +116,7 @@ class GpuMemory:
 
 
 def cpu_tensors() -> dict[int, tuple[int, Any]]:
-    """The living tensors on the CPU: by the address of each piece of memory its bytes, and a tensor that lies there."""
+    """The living tensors on the CPU: by the address of each piece of memory its bytes, and a tensor that uses it."""
     found: dict[int, tuple[int, Any]] = {}
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor):

@@ -106,7 +106,7 @@ class MemoryMonitor:
         """Write down what is in the memory, and log where: on the CPU as JSON, on a GPU as a pickle that
         https://pytorch.org/memory_viz draws. None if that failed, which is logged too.
 
-        The file lies in this rank's own folder of the run, outside a ddpkit job in the working directory."""
+        The file is in this rank's own folder of the run, outside a ddpkit job in the working directory."""
         name = f"memory_rank_{os.environ.get('RANK', '0')}_step_{self._steps}"
         try:
             folder = failure.own_folder() or Path.cwd()

@@ -27,7 +27,7 @@ def host_memory(mib: int) -> None:
         RuntimeError: this is not Linux.
     """
     if not Path("/proc/self/cgroup").exists():
-        raise RuntimeError("host_memory: this takes Linux, whose kernel can limit a process and its children together.")
+        raise RuntimeError("host_memory: this needs Linux, whose kernel can limit a process and its children together.")
     os.register_at_fork(after_in_child=_first_to_go)
     if not _enter_cgroup(mib):
         watch = threading.Thread(

@@ -31,7 +31,7 @@ logger = logging.getLogger("ddpkit.rank")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is not whole, or belongs to another training."""
+    """A checkpoint is not whole, or belongs to another run."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Found:
 
 
 class Checkpoints:
-    """The checkpoints of one training in `folder`, which all ranks must see. The newest `keep` are kept.
+    """The checkpoints of one training run in `folder`, which all ranks must see. The newest `keep` are kept.
 
     Every rank calls `save`, `newest` and `load`. A rank that is killed while it saves leaves a folder that ends in ".part";
     nobody loads it, and the next `save` removes it.
@@ -127,7 +127,7 @@ class Checkpoints:
         return state
 
     def set_aside(self) -> Path | None:
-        """Move all checkpoints into a folder of their own, so that a training can begin afresh. Every rank calls this."""
+        """Move all checkpoints into a folder of their own, so that training can begin afresh. Every rank calls this."""
         aside = None
         if self._here.rank == 0 and (there := sorted(self.folder.glob("step_*"))):
             number = 1 + sum(1 for _ in self.folder.glob("earlier_*"))

@@ -1,1 +1,1 @@
-"""`Trainer` and its parts, and a whole training as a program."""
+"""`Trainer` and its parts, and a whole training run as a program."""

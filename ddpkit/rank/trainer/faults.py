@@ -1,4 +1,4 @@
-"""Faults for testing that a training survives them: `--fault kill:1:7` kills rank 1 in step 7.
+"""Faults for testing that a training run survives them: `--fault kill:1:7` kills rank 1 in step 7.
 
 A fault happens once, in the first attempt of the job.
 """

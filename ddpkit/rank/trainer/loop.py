@@ -39,7 +39,7 @@ logger = logging.getLogger("ddpkit.rank")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training ended. `loss`: mean over all ranks in the last interval; `evaluation`: over the evaluation data."""
+    """How a training run ended. `loss`: mean over all ranks in the last interval; `evaluation`: over the evaluation data."""
 
     steps: int
     epochs: int

@@ -1,4 +1,4 @@
-"""Profiles a few steps of a training: a trace by torch's profiler, and what `CommProfiler` measures."""
+"""Profiles a few steps of a training run: a trace by torch's profiler, and what `CommProfiler` measures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("ddpkit.rank")
 
 
 class Profile:
-    """Context manager over a training; `step()` after each step. Does nothing unless `enabled`.
+    """Context manager over a training loop; `step()` after each step. Does nothing unless `enabled`.
 
     It writes `trace_rank_<r>.json` into `folder`, which opens in Perfetto, and reports `CommProfiler.stats()`.
     """
@@ -60,7 +60,7 @@ class Profile:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"trace_rank_{self._here.rank}.json"
         self._trace.export_chrome_trace(str(path))
-        logger.info("a trace of %d steps lies in %s", self._steps - BEFORE, path)
+        logger.info("a trace of %d steps is in %s", self._steps - BEFORE, path)
         if self._comm is not None:
             report(comm=self._comm.stats())
             logger.info("%s", self._comm.table())

@@ -1,4 +1,4 @@
-"""The progress of a training: figures summed on the device in each step, and exchanged by the ranks now and then.
+"""The progress of a training run: figures summed on the device in each step, and exchanged by the ranks now and then.
 
 A step costs no collective and no wait for the device. Every `log_interval` steps one all-gather exchanges the figures: the
 mean loss, whose loss was not finite, which rank is slow.

@@ -1,4 +1,4 @@
-"""Bounds the steps that a training skips, and explains the errors that end it; for `loop.py`.
+"""Bounds the steps that a training run skips, and explains the errors that end it; for `loop.py`.
 
 Only a step that every rank skips leaves the replicas equal: one whose averaged gradients are not finite. Any other error
 ends the job at once, and the job goes on from its last checkpoint.

@@ -17,7 +17,7 @@ logger = logging.getLogger("ddpkit.rank")
 
 
 class Saves:
-    """A trainer's checkpoints. A training that ended anywhere goes on from one with the same losses, bit for bit."""
+    """A trainer's checkpoints. A run that ended anywhere goes on from one with the same losses, bit for bit."""
 
     def __init__(
         self, config: TrainConfig, here: Here, spread: Replicated | Sharded, optimization: Optimization
@@ -44,7 +44,7 @@ class Saves:
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if self._config.resume == "never" and not restarted:
             if aside := self._checkpoints.set_aside():
-                logger.warning("the checkpoints of an earlier training now lie in %s", aside)
+                logger.warning("the checkpoints of an earlier training run are now in %s", aside)
             return None
         return self._checkpoints.newest()
 
@@ -53,7 +53,7 @@ class Saves:
         shared, own = self._checkpoints.load(found)
         if different := self._config.changes_training(shared["config"]):
             raise CheckpointError(
-                f"{found.folder} is of another training: {different}. Go on with those values, give another checkpoint_dir, "
+                f"{found.folder} is from another run: {different}. Go on with those values, give another checkpoint_dir, "
                 "or resume=never, which sets the old checkpoints aside."
             )
         if self._spread.sharded:

@@ -1,4 +1,4 @@
-"""Has the answer train, kills it in a step and again in a save, and compares with a training that nothing happened to."""
+"""Has the answer train, kills it in a step and again in a save, and compares with a run that nothing happened to."""
 
 import io
 import math
@@ -94,10 +94,10 @@ def judge(returned, seed):
     ranks = returned.values()
     if any(r["attempt"] < 2 for r in ranks):
         look = "who writes the files: the kill in the middle of a save waits in torch.save on rank 0"
-        return "a training that the second kill never met", "a save by torch.save, after every 4th step", look
+        return "a job that the second kill never met", "a save by torch.save, after every 4th step", look
     taken = max(r["taken"] for r in ranks)
     if taken > MOST:
-        got = f"{taken} steps in three attempts, for a training of {STEPS}"
+        got = f"{taken} steps in three attempts, for a job of {STEPS}"
         return got, f"a save after every 4th step, and {MOST} steps at most", "from which step each attempt goes on"
     off = max(r["off"] for r in ranks)
     if not off < 1e-12:

@@ -1,4 +1,4 @@
-"""A training of two ranks whose data holds a label that is not in the table; with --good it holds none."""
+"""A training job of two ranks whose data holds a label that is not in the table; with --good it holds none."""
 
 import sys
 import time
