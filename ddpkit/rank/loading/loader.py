@@ -42,11 +42,9 @@ def safe_loader(
 ) -> SafeLoader:
     """A loader of this rank's part of `dataset`: each `for batch in loader` is one epoch; `set_epoch` is not needed.
 
-    A batch depends only on seed, rank, epoch and its number, random augmentation included (by Python's, NumPy's or
-    torch's CPU generators): not on the number of workers, nor on where a pass began. The rank's own generators stay as
-    they are.
-
-    Every rank must begin each pass. With several ranks and `even`, one all-gather then compares their numbers of batches.
+    A batch depends only on seed, rank, epoch and its number, random augmentation included: not on the number of workers,
+    nor on where a pass began. The rank's own generators stay as they are. Every rank must begin each pass; with `even`, one
+    all-gather then compares their numbers of batches.
 
     Args:
         dataset: map-style (`__len__`, and `__getitem__` or `__getitems__`).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -55,11 +54,10 @@ def load_weights(path: str | Path, model: torch.nn.Module, trust: bool = False) 
 def _without_prefixes(weights: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
     """`weights` without the prefixes that all names have, unless the model's own names have them."""
     while weights and not wanted & set(weights):
-        # Where all names have a prefix, the part that they have in common begins with it.
-        common = os.path.commonprefix(list(weights))
-        if not common.startswith(PREFIXES):
+        prefix = next(iter(weights)).partition(".")[0] + "."
+        if prefix not in PREFIXES or not all(name.startswith(prefix) for name in weights):
             break
-        weights = {name.partition(".")[2]: value for name, value in weights.items()}
+        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     return weights
 
 
