@@ -14,6 +14,7 @@ from .launcher.launcher import launch
 from .launcher.options import EXIT_CODES
 from .launcher.smoke_command import smoke
 from .launcher.train_command import CONTEXT, train
+from .processes.running_jobs import NoSuchJob
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Run torchrun jobs, and find out why they fail or hang."
@@ -89,11 +90,29 @@ def diagnose(
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False) -> None:
     """Check this machine before a job. Exit code: 0 nothing would break a job, 1 something would."""
-    from .machine.examination import doctor as look
+    from .machine.examination import doctor as examine
 
-    report = look()
+    report = examine()
     print(report.json() if as_json else report)
     raise typer.Exit(1 if report.problems else 0)
+
+
+@app.command()
+def look(
+    pid: Annotated[int | None, typer.Argument(help="The PID of the job's torchrun or of one of its ranks.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was seen as JSON.")] = False,
+) -> None:
+    """Look at a running torchrun job, whoever started it: stacks, CPU, memory, and which rank the others wait for.
+
+    Without PID: your only torchrun job on this host. The job is only read.
+
+    Exit code: 0 looked, 1 no such job or its stacks may not be read, 2 several jobs: name one.
+    """
+    from .watcher.other_job import look_at
+
+    seen = look_at(pid)
+    print(seen.json() if as_json else seen)
+    raise typer.Exit(1 if seen.unread else 0)
 
 
 @app.command()
@@ -135,6 +154,6 @@ def main() -> None:
     """The console script: a bad request prints one sentence to stderr and exits with code 2."""
     try:
         app()
-    except (LaunchError, LogError, NoSuchPage) as error:
+    except (LaunchError, LogError, NoSuchJob, NoSuchPage) as error:
         print(f"ddpkit: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1 if type(error) is NoSuchJob else 2)

@@ -19,7 +19,7 @@ MOST_LINES_OF_PACKAGE, MOST_LINES_OF_VERDICT, MOST_LINES_OF_TESTS = 21_100, 2_00
 # Arrows go only downward: a folder, or a file at the top, may import those named here, lazily or not.
 MAY_IMPORT = {
     "__init__": "course diagnosis diagnosis.log errors launcher machine run",
-    "cli": "course diagnosis diagnosis.log errors launcher machine",
+    "cli": "course diagnosis diagnosis.log errors launcher machine processes watcher",
     "course": "diagnosis display errors launcher run runfolder",
     "launcher": "diagnosis display errors machine processes run runfolder settings watcher",
     "watcher": "diagnosis display machine processes run runfolder verdict",

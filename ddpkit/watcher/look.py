@@ -43,19 +43,27 @@ _IN_LOADER = f"torch{os.sep}utils{os.sep}data{os.sep}dataloader.py"
 Thread = Mapping[str, Any]
 
 
-def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: Mapping[int, float]) -> None:
+def look(
+    ranks: Sequence[Rank],
+    why: str,
+    silent_s: Mapping[int, float],
+    busy: Mapping[int, float],
+    spied: Mapping[int, Sequence[Thread]] | None = None,
+) -> None:
     """Look at every living rank and record what is found, within about `ANSWERS_WITHIN_S`.
 
-    `silent_s` and `busy` are the seconds since each rank's last progress and the share of a core it used lately.
+    `silent_s` and `busy` are the seconds since each rank's last progress and the share of a core it used lately. `spied`:
+    the threads by pid, if they have been read; then no rank is halted to read the C++ functions that it is in.
     """
+    may_halt = spied is None
     living = {rank.pid: rank for rank in ranks if rank.exitcode is None and rank.pid}
-    states = {pid: _state(pid) for pid in living}
-    spied = spied_threads(list(living))
+    states = {pid: state_of(pid) for pid in living}
+    spied = spied_threads(list(living)) if spied is None else spied
     _gather(living, states, spied)
     on_gpu = devices.device_busy(list(living))
     locked_by = file_locks.locked_by(spied)
     for pid, rank in living.items():
-        children = list(map(_state, _children_in_a_loader(rank)))
+        children = list(map(state_of, _children_in_a_loader(rank)))
         sleeps_with_the_gil = pid in spied and _has_the_gil(spied[pid]) and states[pid] == psutil.STATUS_SLEEPING
         holder = living.get(locked_by.get(pid, 0))
         record = {
@@ -66,7 +74,7 @@ def look(ranks: Sequence[Rank], why: str, silent_s: Mapping[int, float], busy: M
             "gpu_busy": on_gpu.get(pid),
             "silent_s": round(silent_s.get(rank.rank, 0.0), 1),
             "workers": list(_workers_of(rank).items()),
-            "inside": _inside(pid) if sleeps_with_the_gil else [],
+            "inside": _inside(pid) if sleeps_with_the_gil and may_halt else [],
             "dead_workers": children.count(psutil.STATUS_ZOMBIE),
             "stopped_workers": children.count(psutil.STATUS_STOPPED),
             "locked_by": holder.rank if holder else None,
@@ -146,7 +154,7 @@ def gather_collectives(ranks: Sequence[Rank], unable: Collection[int]) -> None:
     for rank, before in asked:
         until = began + (WITHIN_S if rank.rank in unable else ANSWERS_WITHIN_S)
         while _collectives_written(rank) == before and time.monotonic() < until:
-            if _state(rank.pid or 0) in ("gone", psutil.STATUS_ZOMBIE):
+            if state_of(rank.pid or 0) in ("gone", psutil.STATUS_ZOMBIE):
                 break
             time.sleep(0.01)
 
@@ -163,7 +171,7 @@ def _has_the_gil(threads: Sequence[Thread]) -> bool:
 def _inside(pid: int) -> list[str]:
     """The C++ functions that the main thread is in, innermost first; py-spy halts it for half a second."""
     try:
-        command = [*_spy(), "dump", "--json", "--native", "--pid", str(pid)]
+        command = [*spy(), "dump", "--json", "--native", "--pid", str(pid)]
         told = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SPY_NATIVE_WITHIN_S, check=True
         )
@@ -178,7 +186,8 @@ def _inside(pid: int) -> list[str]:
     return names
 
 
-def _spy() -> list[str]:
+def spy() -> list[str]:
+    """The command py-spy: of this environment, also if its folder is not in PATH."""
     return [shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))]
 
 
@@ -186,7 +195,7 @@ def spied_threads(pids: Sequence[int]) -> dict[int, list[Thread]]:
     """The threads of each process as py-spy reads them, the main one first; unreadable processes are left out."""
     spying = {}
     for pid in pids:
-        command = [*_spy(), "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
+        command = [*spy(), "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
         with contextlib.suppress(OSError):
             spying[pid] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -199,7 +208,7 @@ def spied_threads(pids: Sequence[int]) -> dict[int, list[Thread]]:
             threads.sort(key=lambda thread: thread["os_thread_id"] != pid)
             # The process runs while py-spy reads it, so a stack may be empty or cut off.
             outermost = threads[0]["frames"][-1:] if threads else ()
-            if outermost and outermost[0]["name"] == "<module>":
+            if outermost and outermost[0]["name"] in ("<module>", "_run_module_as_main"):
                 found[pid] = threads
         except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
             process.kill()
@@ -236,7 +245,8 @@ def _children_in_a_loader(rank: Rank) -> list[int]:
         return []
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
+    """The system's word for what a process does: running, sleeping, stopped, ...; "gone" if there is none."""
     try:
         return str(psutil.Process(pid).status())
     except psutil.Error:

@@ -78,7 +78,7 @@ class Progress:
                 heard.at = now
             heard.signs, heard.collectives = signs, collectives
             of_disk = _disk_use(rank.pid) if now - heard.at > QUIET_S else ()
-            heard.used.append(Used(now, _wanted_s(rank.pid), *of_disk))
+            heard.used.append(Used(now, wanted_s(rank.pid), *of_disk))
             # A look at ranks that do not answer takes longer than that, so two points are kept in any case.
             while len(heard.used) > 2 and now - heard.used[0].at > LATELY_S:
                 heard.used.popleft()
@@ -112,7 +112,7 @@ class Progress:
             children = [child.pid for child in psutil.Process(rank.pid).children(recursive=True)]
         except psutil.Error:
             return 0.0
-        now, used_s = time.monotonic(), sum(map(_wanted_s, children))
+        now, used_s = time.monotonic(), sum(map(wanted_s, children))
         known, before, before_s = self._children.get((rank.attempt, rank.rank), ([], now, used_s))
         self._children[rank.attempt, rank.rank] = children, now, used_s
         if not children:
@@ -140,7 +140,7 @@ def _signs(rank: Rank) -> object:
     return size(rank.folder / wire.REPORTS), joining, joined, rank.finished_ns
 
 
-def _wanted_s(pid: int) -> float:
+def wanted_s(pid: int) -> float:
     """Seconds of CPU that a process has used, or would have on an idle machine."""
     return _cpu_s(pid) + _ready_s(pid)
 
