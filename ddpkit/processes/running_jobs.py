@@ -32,7 +32,7 @@ class RunningJob:
     """A job as its processes show it. `pids`: each rank's process, by rank.
 
     `ended`: the ranks of this host that have no process any more; `members`: every process with the job's environment;
-    `master`: the address of its store; "" if the environment may not be read.
+    `master`: the address of its store; `uid`: whose job it is; both only if the environment may be read.
     """
 
     agent: int
@@ -41,6 +41,7 @@ class RunningJob:
     ended: tuple[int, ...] = ()
     members: frozenset[int] = frozenset()
     master: str = ""
+    uid: int = -1
 
     @property
     def elsewhere(self) -> int:
@@ -87,9 +88,14 @@ def running_jobs() -> list[RunningJob]:
         with contextlib.suppress(psutil.Error):
             env = process.environ()
             if all(name in env for name in _MARKS):
-                attempt = Path(env["TORCHELASTIC_ERROR_FILE"]).parents[1]
+                attempt = Path(env["TORCHELASTIC_ERROR_FILE"]).parent.parent
                 found.setdefault((env["TORCHELASTIC_RUN_ID"], str(attempt)), []).append((process, env))
-    return [_job(members) for members in found.values()]
+    jobs = []
+    for members in found.values():
+        # A job may end while it is read.
+        with contextlib.suppress(psutil.Error):
+            jobs.append(_job(members))
+    return jobs
 
 
 def _job(members: Sequence[tuple[psutil.Process, Mapping[str, str]]]) -> RunningJob:
@@ -107,6 +113,7 @@ def _job(members: Sequence[tuple[psutil.Process, Mapping[str, str]]]) -> Running
         pids=dict(sorted(pids.items())),
         ended=tuple(rank for rank in here if rank not in pids),
         members=frozenset(process.pid for process, _ in members),
+        uid=first.uids().real,
         master=f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}",
     )
 
@@ -119,7 +126,7 @@ def _stands_in(process: psutil.Process) -> bool:
 
 
 def _the_only(jobs: Sequence[RunningJob]) -> RunningJob:
-    own = [job for job in jobs if any(_is_mine(pid) for pid in job.pids.values())]
+    own = [job for job in jobs if job.uid == os.getuid()]
     if len(own) > 1:
         raise SeveralJobs(
             f"look: {len(own)} torchrun jobs of yours run on this host; name one by its PID. {_list(own)}"
@@ -128,12 +135,6 @@ def _the_only(jobs: Sequence[RunningJob]) -> RunningJob:
         advice = "For another user's job give a PID: ddpkit look PID."
         raise NoSuchJob(f"look: no torchrun job of yours runs on this host. {advice}")
     return own[0]
-
-
-def _is_mine(pid: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).uids().real == os.getuid()
-    return False
 
 
 def _list(jobs: Sequence[RunningJob]) -> str:

@@ -30,14 +30,13 @@ from ddpkit.verdict.phrases import doing, ranks_said
 from ddpkit.verdict.waits import Scene, scene
 from ddpkit.verdict.words import sentence
 
-from .look import Thread, look, spied_threads, spy, state_of
+from .look import SPY_WITHIN_S, Thread, look, spied_threads, spy, state_of
 from .progress import wanted_s
 
 # Two glances this far apart: a rank that waits has not moved in between.
 INTERVAL_S = 1.5
 # py-spy may catch a running process in the middle of a call.
 _TRIES = 3
-_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,7 @@ def look_at(pid: int | None = None) -> Seen:
     pids = list(job.pids.values())
     before, used, began = _glance(pids), _used(pids), time.monotonic()
     time.sleep(INTERVAL_S)
-    after_s, lasted_s = _used(pids), time.monotonic() - began
-    threads = _glance(pids)
+    after_s, lasted_s, threads = _used(pids), time.monotonic() - began, _glance(pids)
     busy = {rank: max(0.0, after_s[p][0] - used[p][0]) / lasted_s for rank, p in job.pids.items()}
     moved = {r for r, p in job.pids.items() if _main(before, p) != _main(threads, p) or after_s[p][1] != used[p][1]}
     with tempfile.TemporaryDirectory(prefix="ddpkit-look-") as folder:
@@ -146,7 +144,7 @@ def _records(job: RunningJob, folder: Path, threads: Mapping[int, Sequence[Threa
     """The ranks of this host with empty folders, as in a run folder; those in `init_process_group` join."""
     ranks = []
     for number in sorted({*job.pids, *job.ended}):
-        own, pid = wire.rank_folder(folder, 0, number), job.pids.get(number)
+        own, pid = wire.rank_folder(folder, 0, number), job.pids.get(number, 0)
         own.mkdir(parents=True)
         frames = threads[pid][0]["frames"] if pid in threads else ()
         if any(frame["name"] == "init_process_group" for frame in frames):
@@ -154,8 +152,9 @@ def _records(job: RunningJob, folder: Path, threads: Mapping[int, Sequence[Threa
             wire.write_record(own / wire.JOINING, joining)
         # torchrun ends the job when a rank fails, so a rank that is gone has left with exit code 0.
         left = 0 if number in job.ended else None
-        sizes = {"master": job.master, "world_size": job.world_size}
-        ranks.append(Rank(number, 0, 0, own, None, pid=pid, exitcode=left, **sizes))
+        ranks.append(
+            Rank(number, 0, 0, own, None, pid=pid or None, exitcode=left, master=job.master, world_size=job.world_size)
+        )
     return ranks
 
 
@@ -185,7 +184,8 @@ def _verdict(job: RunningJob, ranks: Sequence[Rank], moved: set[int]) -> tuple[s
 
 def _each(now: Scene) -> str:
     """`Rank 0 waits at line 9; rank 1 sits at line 12.`"""
-    return "; ".join(f"rank {number} {doing(place)}" for number, place in now.at.items()).capitalize() + "."
+    said = "; ".join(f"rank {number} {doing(place)}" for number, place in now.at.items())
+    return f"R{said[1:]}."
 
 
 def _why_unread(job: RunningJob, threads: Mapping[int, Sequence[Thread]]) -> str:
@@ -194,14 +194,15 @@ def _why_unread(job: RunningJob, threads: Mapping[int, Sequence[Thread]]) -> str
     if not unread:
         return ""
     which, pid = ranks_said(sorted(unread)), min(unread.values())
-    answer = subprocess.run(
-        [*spy(), "dump", "--nonblocking", "--pid", str(pid)], stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
-    refused = "permission" in answer.stderr.lower() or "not permitted" in answer.stderr
-    if not refused:
-        said = answer.stderr.strip().splitlines()[:1]
-        return f"py-spy could not read the stacks of {which}{': ' + said[0] if said else ''}. Try again."
-    scope = wire.read_text(_SCOPE).strip()
+    spying = [*spy(), "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        told = subprocess.run(spying, capture_output=True, text=True, timeout=SPY_WITHIN_S).stderr
+    except (OSError, subprocess.SubprocessError) as error:
+        told = str(error)
+    if "permission" not in told.lower() and "not permitted" not in told:
+        said = (told.strip().splitlines() or ["no answer"])[0]
+        return f"py-spy could not read the stacks of {which}: {said}. Try again."
+    scope = wire.read_text(Path("/proc/sys/kernel/yama/ptrace_scope")).strip()
     why = "this process lacks the capability SYS_PTRACE, as in most containers"
     if (owner := psutil.Process(pid).uids().real) != os.getuid():
         why = f"they belong to another user (uid {owner})"
