@@ -8,9 +8,13 @@ NOTEBOOK ?= work/00_start_here.ipynb
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST    := .venv-oldest
+HOSTED    := .venv-hosted
 NEWEST    := build/newest
 GPU_DAY   := build/gpu-day
 SOURCES   := pyproject.toml constraints.txt tools/install.py
+IN_HOSTED := PATH="$(abspath $(HOSTED))/bin:$$PATH" $(HOSTED)/bin/pytest
+TO_HOSTED := --newest --extras "" --requirements tests/hosted.txt
+STRICTLY  := --nbval --nbval-current-env --nbval-cell-timeout 300 --timeout 330
 
 # In a terminal of JupyterLab, in `!torchrun` and in the tests, the tools of this environment come first.
 INSIDE := PATH="$(abspath $(BIN)):$$PATH"
@@ -19,7 +23,7 @@ ABREAST := -n 4 --dist loadgroup
 VERSION := import sys; print(sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab test check lint types units jobs nbval labs soak test-oldest notebooks exercises record student gpu-kit gpu-day-dry constraints format clean
+.PHONY: help install lab test check lint types units jobs nbval labs soak test-oldest test-hosted notebooks exercises record student gpu-kit gpu-day-dry constraints format clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,9 +52,9 @@ jobs: $(INSTALLED)
 	$(INSIDE) $(BIN)/pytest $(ABREAST)
 
 nbval: $(INSTALLED)
-	$(INSIDE) $(BIN)/pytest -n 4 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 300 --timeout 330 notebooks solutions
+	$(INSIDE) $(BIN)/pytest -n 4 --dist loadfile $(STRICTLY) notebooks solutions
 
-labs: $(INSTALLED) ## every lab with every remedy as a real job: some 500 jobs
+labs: $(INSTALLED) test-hosted ## every lab with every remedy as a real job: some 500 jobs; and test-hosted
 	$(INSIDE) $(BIN)/pytest $(ABREAST) -m "not soak" tests/test_labs.py
 	$(INSIDE) $(BIN)/pytest -m labs tests/test_browser.py
 
@@ -59,6 +63,10 @@ soak: $(INSTALLED) ## hundreds of launches, every fault at random moments
 
 test-oldest: $(OLDEST)/.installed ## the tests with the oldest torch that is supported (its own environment, up to 5 GB)
 	PATH="$(abspath $(OLDEST))/bin:$$PATH" $(OLDEST)/bin/pytest $(ABREAST) -m "not browser and not soak and not labs"
+
+test-hosted: $(HOSTED)/.installed ## with what Colab and Kaggle bring: notebooks 00 and 02, and the live view in a real browser
+	$(IN_HOSTED) -n 2 --dist loadfile $(STRICTLY) notebooks/00_*.ipynb notebooks/02_*.ipynb
+	$(IN_HOSTED) -m "browser and not labs" tests/test_browser.py
 
 notebooks: $(INSTALLED) ## run every notebook and solution, and store their outputs in place
 	$(INSIDE) $(BIN)/python tools/store_outputs.py
@@ -94,14 +102,15 @@ format: $(INSTALLED) ## lay out the Python files, and mend what the linter can m
 	$(BIN)/ruff format .
 
 clean: ## remove the environments and the caches; the runs in .ddpkit stay
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(HOSTED) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name .ddpkit -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -prune -exec rm -rf {} +
 
-$(VENV)/.installed $(OLDEST)/.installed: $(SOURCES)
+$(HOSTED)/.installed: tests/hosted.txt
+$(VENV)/.installed $(OLDEST)/.installed $(HOSTED)/.installed: $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || { echo \
 	  'This workbook needs Python 3.11 to 3.14, and "$(PYTHON)" is something else or missing; name another: make $(MAKECMDGOALS) PYTHON=python3.12'; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo \
 	  'The Python "$(PYTHON)" cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv'; exit 1; }
 	@[ "$$($(@D)/bin/python -c '$(VERSION)' 2>/dev/null)" = "$$($(PYTHON) -c '$(VERSION)')" ] || $(PYTHON) -m venv --clear $(@D)
-	@$(@D)/bin/python tools/install.py $(if $(filter $(OLDEST)/%,$@),--torch oldest)
+	@$(@D)/bin/python tools/install.py $(if $(filter $(OLDEST)/%,$@),--torch oldest) $(if $(filter $(HOSTED)/%,$@),$(TO_HOSTED))
 	@touch $@

@@ -7,11 +7,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from IPython.core.formatters import DisplayFormatter
+from ipywidgets import Widget
 from test_records import recorded_run
 
 import ddpkit
 from ddpkit.course.answer import QUESTIONS, Question, ask
 from ddpkit.course.answer_view import AnswerView
+from ddpkit.display.view import RunView
 from ddpkit.errors import LaunchError
 from ddpkit.run import Run
 from ddpkit.runfolder import wire
@@ -101,6 +104,22 @@ def test_the_widgets_keep_an_answer_when_all_is_chosen(hidden: Run) -> None:
     assert [one.right for one in hidden.answers] == [True, True]
     assert view._button.disabled and "reveal() shows it beside the verdict" in view._say.value
     assert AnswerView(ddpkit.answer(hidden))._choices[0].disabled
+
+
+@pytest.mark.parametrize("ipywidgets", ["7", "8"])
+def test_widgets_of_both_generations_show_the_same(
+    ipywidgets: str, hidden: Run, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ipywidgets 7 gives a widget no `_repr_mimebundle_`, and shows the live view by its repr."""
+    if ipywidgets == "7":
+        monkeypatch.delattr(Widget, "_repr_mimebundle_", raising=False)
+    formats = DisplayFormatter().format
+    for shown in (ddpkit.answer(hidden), ddpkit.FixBench("unused_parameters")):
+        data, _ = formats(shown)
+        assert data["text/plain"] == repr(shown) and len(data) == 2
+        assert data["application/vnd.jupyter.widget-view+json"]["model_id"]
+    view = RunView()
+    assert view._repr_mimebundle_()[0]["text/plain"] == repr(view) == "live view of no job yet: 0 ranks"
 
 
 @pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson != "13"])

@@ -32,7 +32,8 @@ def main() -> None:
         install_torch(next(pin.partition("==")[2] for pin in pins if pin.startswith("torch==")))
         extras = f"[{options.extras}]" if options.extras else ""
         print(f"ddpkit{extras} and what it needs (the first time: minutes)", flush=True)
-        if pip("-c", str(constraints), "-e", f"{ROOT}{extras}") != 0:
+        more = ("-r", options.requirements) if options.requirements else ()
+        if pip("-c", str(constraints), *more, "-e", f"{ROOT}{extras}") != 0:
             sys.exit("tools/install.py: pip could not install the project; its own words are above.")
     hide_nbgrader(Path(sys.prefix) / "etc" / "jupyter")
     print(f"installed: {size_mb(Path(sys.prefix)):,.0f} MB in {sys.prefix}, {time.monotonic() - began_s:.0f} s")
@@ -43,6 +44,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--extras", default="lab,test", help="extras of pyproject.toml, by comma (default: lab,test)")
     parser.add_argument("--torch", help='a version other than the one pinned, or "oldest": the lower bound')
     parser.add_argument("--newest", action="store_true", help="newest versions of everything but torch, no pins")
+    parser.add_argument("--requirements", help="a file of more that is installed, by its own versions")
     return parser.parse_args()
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpkit.display.notebook import widget_bundle
 from ddpkit.errors import LaunchError
 from ddpkit.run import Run
 from ddpkit.runfolder import wire
@@ -100,10 +101,10 @@ class Answer:
             return self._after
         return "\n".join(f"{question.asks} ({'; '.join(question.offers)})" for question in self.questions)
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+    def _repr_mimebundle_(self, **_: Any) -> Any:
         from .answer_view import AnswerView
 
-        return {**AnswerView(self).box._repr_mimebundle_(**kwargs), "text/plain": repr(self)}
+        return widget_bundle(AnswerView(self).box, repr(self))
 
 
 def answer(run: Run | None, lesson: str = "") -> Answer:
@@ -146,8 +147,7 @@ def given_for(name: str) -> Any:
     Raises:
         LaunchError: it has nothing for `name`.
     """
-    path = os.environ.get(wire.ENV_ANSWERS)
-    if not path:
+    if not (path := os.environ.get(wire.ENV_ANSWERS)):
         return None
     given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     if name not in given:

@@ -13,6 +13,7 @@ from html import escape
 from typing import Any
 
 from ddpkit.diagnosis.run import UNKNOWN
+from ddpkit.display.notebook import widget_bundle
 from ddpkit.display.picture import Picture
 from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
@@ -153,9 +154,7 @@ class FixBench:
         if predict not in (None, *PREDICTIONS):
             raise LaunchError(f"FixBench: predict={predict!r} is not known; use {', '.join(map(repr, PREDICTIONS))}.")
         if names and edit is not None:
-            raise LaunchError(
-                "FixBench: give names of remedies or edit=, not both; script_with() has the text to edit."
-            )
+            raise LaunchError("FixBench: give names of remedies or edit=, not both; script_with() has the text.")
         remedies = [self.lab.remedy(n) for n in names]
         predict = predict or self._predicted.get("".join(names))
         if predict == "":
@@ -211,7 +210,7 @@ class FixBench:
     def __repr__(self) -> str:
         return f"{self.title} · {self.offers}"
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+    def _repr_mimebundle_(self, **_: Any) -> Any:
         if self._view is None:
             from .bench_view import BenchView
 
@@ -219,7 +218,7 @@ class FixBench:
         # Where no widget is drawn (GitHub, exported HTML) the table is, as it is now.
         self._shown[0] = len(self._results)
         static = {"text/html": f"<b>{escape(repr(self))}</b>{self.results.html}"} if self._results else {}
-        return {**self._view.box._repr_mimebundle_(**kwargs), "text/plain": repr(self), **static}
+        return {**widget_bundle(self._view.box, repr(self)), **static}
 
 
 def given_to(run: Run) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class BenchView:
         self._running = False
         self._chosen = {r.name: self._checkbox(r) for r in bench.remedies}
         self._own = widgets.Checkbox(description="Your own edit", indent=False)
-        self._text = widgets.Textarea(rows=24, layout=_wide(display="none"), description_allow_html=False)
+        self._text = widgets.Textarea(rows=24, layout=_wide(display="none"))
         options = [(words, words) for words in PREDICTIONS]
         self._prediction = widgets.ToggleButtons(options=options, value=None, style={"button_width": "auto"})
         self._run = widgets.Button(description="Run", button_style="primary", disabled=True)

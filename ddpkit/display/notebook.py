@@ -52,19 +52,23 @@ def show_live(sink: Sink) -> None:
 def show_ended(run: ShownRun, sink: Sink) -> None:
     """Under the live view of a job just waited for, its text and HTML; remembered, so that the cell does not repeat it."""
     kernel = shell()
-    if kernel is None or isinstance(sink, Silence):
-        return
-    if hasattr(sink, "_repr_mimebundle_"):
-        _publish(run, below_view=True)
-    _shown[id(run)] = kernel.execution_count
+    if kernel is not None and not isinstance(sink, Silence):
+        if hasattr(sink, "_repr_mimebundle_"):
+            _publish(run, below_view=True)
+        _shown[id(run)] = kernel.execution_count
 
 
 def display_run(run: ShownRun) -> None:
     """Called by IPython when a run is a cell's last expression."""
     kernel = shell()
-    if kernel is not None and _shown.pop(id(run), None) == kernel.execution_count:
-        return
-    _publish(run)
+    if kernel is None or _shown.pop(id(run), None) != kernel.execution_count:
+        _publish(run)
+
+
+def widget_bundle(widget: Any, text: str) -> dict[str, Any]:
+    """What a cell shows for a widget: `text`, and the widget where it can be drawn; the same with ipywidgets 7 and 8."""
+    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+    return {"text/plain": text, "application/vnd.jupyter.widget-view+json": view}
 
 
 def _publish(run: ShownRun, below_view: bool = False) -> None:
