@@ -37,7 +37,7 @@ class LaneFeed:
         stream = STREAMS.get(line.stream, 0)
         seconds = round((line.seen_ns - start_ns) / 1e9, 2)
         if not line.open:
-            last = self.last_seq.get((stream, line.attempt), line.seq - 1)
+            last = self.last_seq.get((stream, line.attempt), 0)
             self.last_seq[stream, line.attempt] = line.seq
             self.skip(line.seq - last - 1, seconds, line.attempt)
         row: Row = [stream, seconds, line.text, line.attempt, int(line.open)]
