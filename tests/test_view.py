@@ -139,12 +139,19 @@ def test_stderr_attempt_and_open_lines_are_told_apart(view: ListeningView) -> No
         [line(1, "out"), line(1, "err", stream="stderr"), line(1, "10%", open=True), line(1, "again", attempt=1)]
     )
     ended(view, state="passed")
-    assert [[row[0], *row[2:]] for row in view.rows(0)] == [
+    assert [[row[0], *row[2:5]] for row in view.rows(0)] == [
         [0, "out", 0, 0],
         [1, "err", 0, 0],
         [0, "10%", 0, 1],
         [0, "again", 1, 0],
     ]
+
+
+def test_a_line_says_whether_it_may_have_been_written_before_its_time() -> None:
+    lane = LaneFeed()
+    for seq, exact in enumerate((True, False), start=1):
+        lane.add(Line(0, "stdout", seq, 2_540_000_000, "x", exact=exact), 2_000_000_000)
+    assert [(row[1], row[5]) for row in lane.take(float("inf"))] == [(0.54, 0), (0.54, 1)]
 
 
 def test_markup_and_odd_characters_travel_as_they_are(view: ListeningView) -> None:

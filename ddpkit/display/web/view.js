@@ -413,14 +413,15 @@ class Lane {
     this.showFollow();
   }
 
-  addRow([stream, at, text, attempt, open]) {
+  addRow([stream, at, text, attempt, open, orBefore]) {
     if (attempt > this.attempt) this.addAttempt(attempt);
     if (stream === GAP) return this.addGap(text);
     const replaced = this.openRows[stream];
     delete this.openRows[stream];
     const row = replaced?.parentNode ? replaced : this.newRow(stream);
     row.lastChild.data = text;
-    const time = seconds(at);
+    // When the rank wrote it, or the latest moment at which it can have written it.
+    const time = (orBefore ? "≤" : "") + seconds(at);
     if (time !== this.lastTime) row.dataset.t = time;
     this.lastTime = time;
     if (open) this.openRows[stream] = row;
