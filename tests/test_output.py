@@ -339,6 +339,32 @@ def test_a_job_that_stands_still_and_comes_back_says_both(script: Callable[..., 
 
 @needs_record
 @pytest.mark.job
+def test_ranks_that_print_nothing_are_told_by_what_they_do(script: Callable[..., str], recorded: Recorder) -> None:
+    path = script(
+        """
+        import os, time, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        some = dist.new_group([1, 2])
+        rank = dist.get_rank()
+        if rank == 2:
+            print("speaks")
+        while not os.path.exists("go") and rank != 1:
+            if rank != 3:
+                time.sleep(0.05)
+        if rank in (1, 2):
+            dist.broadcast(torch.ones(3), 2, group=some)
+        dist.destroy_process_group()
+        """
+    )
+    run = ddpkit.launch(path, nproc=4, stall=None, timeout=120, wait=False)
+    expected = ["sits idle", "in broadcast #1 of group 1", "running", "computes"]
+    wait_for(lambda: recorded.states and [r.words for r in recorded.states[-1].ranks] == expected, 60)
+    Path("go").touch()
+    assert run.wait(60).ok, str(run)
+
+
+@needs_record
+@pytest.mark.job
 def test_without_the_reveal_a_standstill_is_told_in_facts(script: Callable[..., str], recorded: Recorder) -> None:
     path = script(BLOCKED)
     # Ended by hand: a job that the stall itself ends may be told of when its ranks are ending already.

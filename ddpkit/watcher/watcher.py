@@ -166,7 +166,7 @@ class Watcher:
             silent_s = self._progress.silent_s(rank)
             if self.limits.stall_s is not None and silent_s > self.limits.stall_s:
                 return "silent", f"silent for {silent_s:.0f} s"
-            return "running", "running"
+            return "running", self._progress.doing(rank) if self.run.revealed else "running"
         kind = own_end(rank)
         if not self.run.revealed and kind in ("peer_lost", "gave_up"):
             return "failed", rank.plain_words
