@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import sys
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any
 
 from ddpkit.diagnosis.rows import text_lines
@@ -89,9 +89,11 @@ class KernelText(LaneSink):
 
     def _send_batch(self, chars: float) -> None:
         with self._lock:
-            rows = [(row[1], rank, row) for rank, rows in self._take(chars) for row in rows]
+            lanes = [[(row, rank) for row in rows] for rank, rows in self._take(chars)]
             said, self._said = self._said, []
-        self._tell([_text(rank, row) for _, rank, row in sorted(rows, key=itemgetter(0)) if not row[4]] + said)
+        # By time, and each lane in its own order.
+        in_order = heapq.merge(*lanes, key=lambda told: told[0][1])
+        self._tell([_text(rank, row) for row, rank in in_order if not row[4]] + said)
 
     def _tell(self, lines: Sequence[str]) -> None:
         """Send; a kernel that has gone must not disturb the job."""

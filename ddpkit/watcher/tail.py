@@ -64,15 +64,13 @@ class Tail:
     def _date(self, alone: bool) -> None:
         """Note by when the bytes just read were written, and whether that is known well; `alone`: they are of one line."""
         now_ns, found = time.time_ns(), os.fstat(self._file.fileno())
-        since_ns, dated = self._read_up_to_ns, False
-        self._written_ns = now_ns
-        if found.st_size == self._file.tell():
+        since_ns, at_end = self._read_up_to_ns, found.st_size == self._file.tell()
+        # On a network file system another computer's clock counts, which may be wrong.
+        dated = since_ns - KNOWN_WITHIN_NS < found.st_mtime_ns <= now_ns
+        self._written_ns = max(found.st_mtime_ns, since_ns) if dated else now_ns
+        self._exact = (dated and at_end and alone) or self._written_ns - since_ns <= KNOWN_WITHIN_NS
+        if at_end:
             self._read_up_to_ns = now_ns
-            # On a network file system another computer's clock counts, which may be wrong.
-            dated = since_ns - KNOWN_WITHIN_NS < found.st_mtime_ns <= now_ns
-        if dated:
-            self._written_ns = max(found.st_mtime_ns, since_ns)
-        self._exact = (dated and alone) or self._written_ns - since_ns <= KNOWN_WITHIN_NS
 
     def _whole_lines(self, whole: list[bytes]) -> list[Line]:
         """The lines of these texts, the first of which ends the open line."""
