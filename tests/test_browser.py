@@ -316,6 +316,58 @@ def test_a_standstill_shows_who_holds_it_up_and_is_withdrawn(lab: Lab, page: Any
     page.screenshot(path=shots / "figure-passed.png")
 
 
+TABLE = """\
+┏━━━┳━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━┳━━━━━━━┳━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━┓
+┃   ┃ Name          ┃ Type               ┃ Params ┃ Mode  ┃ FLOPs ┃       In sizes ┃      Out sizes ┃
+┡━━━╇━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━╇━━━━━━━╇━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━┩
+│ 0 │ encoder       │ TransformerEncoder │  1.2 M │ train │     0 │   [4, 16, 128] │   [4, 16, 128] │
+└───┴───────────────┴────────────────────┴────────┴───────┴───────┴────────────────┴────────────────┘
+  | Name  | Type   | Params | Mode  | FLOPs | In sizes | Out sizes | a further column of this table
+----------------------------------------------------------------------------------------------------
++------------------------------------------------------------------------------------------------+
+| NVIDIA-SMI 550.54.15              Driver Version: 550.54.15         CUDA Version: 12.4           |"""
+PROSE = """\
+Epoch 0/1 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 10/10 0:00:01 • 0:00:00 12.31it/s v_num: 0 train_loss: 0.123
+Epoch 1:  50%|████████████████████████          | 5/10 [00:01<00:01,  4.51it/s, v_num=0, train_loss=0.12300]
+2026-01-01 12:00:00.000 | INFO     | __main__:main:12 - a message of a logger that is longer than the lane is wide"""
+QUIET_RANK = """%%torchrun --nproc-per-node 2 --as quiet --stall 60 --timeout 600
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    for line in LINES:
+        print(line)
+        time.sleep(0.05)
+    while not os.path.exists("FILE"):
+        time.sleep(0.1)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_tables_scroll_and_a_silent_lane_says_what_its_rank_does(lab: Lab, page: Any, shots: Path) -> None:
+    go, lines = lab.folder / "go", [*TABLE.splitlines(), *PROSE.splitlines()]
+    lab.write("quiet.ipynb", ["%load_ext ddpkit", QUIET_RANK.replace("FILE", str(go)).replace("LINES", repr(lines))])
+    lab.open(page, "quiet.ipynb")
+    run_cell(page, 0)
+    run_cell(page, 1)
+    wait_for_text(page, page.locator(".ddp-words"), "in all_reduce #1")
+    wait_for_text(page, lane(page, 0), "longer than the lane")
+    said = "log => getComputedStyle(log, '::before').content"
+    assert lane(page, 1).evaluate(said) == '"no output yet: in all_reduce #1"'
+    assert lane(page, 0).evaluate(said) == "none"
+    heights = [row.bounding_box()["height"] for row in lane(page, 0).locator(".ddp-line").all()]
+    rows = len(TABLE.splitlines())
+    assert heights[:rows] == [18] * rows, "a row of a table is wrapped"
+    assert len(heights) == len(lines) and min(heights[rows:]) > 18, "a line that is no table is not wrapped"
+    assert lane(page, 0).evaluate("log => log.scrollWidth > log.clientWidth + 100")
+    shoot_all(page, shots, "live-table")
+    go.touch()
+    wait_for_text(page, page.locator(".ddpkit"), "passed")
+    page.wait_for_function(
+        "() => document.querySelector('.ddp-lane:last-child .ddp-log').dataset.empty === 'no output'"
+    )
+
+
 def test_a_hung_job_keeps_its_verdict_diagnosis_and_table(lab: Lab, page: Any, shots: Path) -> None:
     cell = STALLS.replace("FILE", "never").replace("--timeout 600", "--stop-on-stall")
     lab.write("hangs.ipynb", ["%load_ext ddpkit", cell, "training.plot()", "training"])
@@ -357,11 +409,11 @@ def shoot_all(page: Any, shots: Path, name: str) -> None:
         page.locator(f".ddpkit[data-theme={theme.split()[1].lower()}]").first.wait_for()
         page.wait_for_timeout(1_000)
         page.screenshot(path=shots / f"{name}{suffix}.png")
-    size = page.viewport_size
-    page.set_viewport_size({"width": 800, "height": 1000})
-    shown.scroll_into_view_if_needed()
-    page.screenshot(path=shots / f"{name}-800px.png")
-    page.set_viewport_size(size)
+        size = page.viewport_size
+        page.set_viewport_size({"width": 800, "height": 1000})
+        shown.scroll_into_view_if_needed()
+        page.screenshot(path=shots / f"{name}{suffix}-800px.png")
+        page.set_viewport_size(size)
 
 
 def test_on_the_bench_a_decoy_fails_and_a_cure_passes(lab: Lab, page: Any, shots: Path) -> None:

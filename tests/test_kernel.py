@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -18,6 +19,10 @@ from conftest import BLOCKED, left_after, living, wait_until_blocked
 from jupyter_client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
+import ddpkit
+from ddpkit.errors import LaunchError
+from ddpkit.runfolder import wire
+
 pytestmark = pytest.mark.job
 
 
@@ -29,10 +34,11 @@ class Kernel:
 
     def run(self, code: str, timeout: float = 120) -> dict[str, Any]:
         """Run a cell to its end; its stdout, the bundles it displayed and its error."""
-        shown: dict[str, Any] = {"stdout": "", "displayed": [], "error": None}
+        shown: dict[str, Any] = {"stdout": "", "displayed": [], "error": None, "messages": 0}
 
         def keep(message: dict[str, Any]) -> None:
             kind, content = message["msg_type"], message["content"]
+            shown["messages"] += 1
             if kind == "stream" and content["name"] == "stdout":
                 shown["stdout"] += content["text"]
             elif kind in ("display_data", "execute_result"):
@@ -53,13 +59,13 @@ class Kernel:
 
 
 @contextmanager
-def kernel(cwd: Path) -> Iterator[Kernel]:
+def kernel(cwd: Path, **env: str) -> Iterator[Kernel]:
     """A kernel of this environment in `cwd`."""
     # Sockets that are files: a TCP port may be taken by a job beside it before the kernel listens there.
     sockets = tempfile.TemporaryDirectory(prefix="kernel-")
     manager = KernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets.name}/socket")
     manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    manager.start_kernel(cwd=str(cwd))
+    manager.start_kernel(cwd=str(cwd), env={**os.environ, **env})
     client = manager.blocking_client()
     client.start_channels()
     try:
@@ -83,6 +89,51 @@ def test_a_cell_shows_the_view_and_then_the_runs_text_once(home: Path) -> None:
     assert ended["text/plain"] == "f → passed · 2 ranks"
     assert [d["text/plain"] for d in again["displayed"]] == ["live view of r: 2 ranks", "r → passed · 2 ranks"]
     assert [d["text/plain"] for d in alone["displayed"]] == ["r → passed · 2 ranks"]
+
+
+FLOOD = "import sys\nfor i in range(20_000): sys.stdout.write(f'{i:06d} '.ljust(79, 'x') + '\\n')\n"
+
+
+def test_text_is_one_message_a_batch_and_says_how_much_of_a_flood_it_leaves_out(home: Path) -> None:
+    (home / "flood.py").write_text(FLOOD)
+    (home / "few.py").write_text("import sys\nfor i in range(300): print('line', i)\nprint('bad', file=sys.stderr)\n")
+    with kernel(home, DDPKIT_SHOW="text") as k:
+        k.run("import ddpkit; print('before', end=' ')\nddpkit.launch('few.py', timeout=60)")
+        few = k.run("print('before'); run = ddpkit.launch('few.py', timeout=60); print('after', run.state)")
+        flood = k.run(
+            "run = ddpkit.launch('flood.py', timeout=120)\nprint([len(r.stdout.splitlines()) for r in run.ranks])"
+        )
+        live = k.run("ddpkit.launch('few.py', show=True, timeout=60)")
+        kept = k.run("%%capture kept\nddpkit.launch('few.py', timeout=60)")["stdout"] + k.run("print(kept)")["stdout"]
+        later = k.run("run = ddpkit.launch('few.py', wait=False, timeout=60)")["stdout"]
+        other = k.run("print('mine', run.wait().state)")
+    said = few["stdout"].splitlines()
+    assert said[:2] == ["before", "few: 2 ranks · gloo on CPU"] and said[-2:] == [
+        "few → passed · 2 ranks",
+        "after passed",
+    ]
+    for rank in (0, 1):
+        assert [s for s in said if s.startswith(f"rank {rank} │")] == [f"rank {rank} │ line {i}" for i in range(300)]
+        assert said.count(f"rank {rank} ! bad") == 1
+        lines = [s for s in flood["stdout"].splitlines() if s.startswith(f"rank {rank} ")]
+        left_out = [int(n.replace(",", "")) for n in re.findall(rf"rank {rank} … ([\d,]+) lines? ", flood["stdout"])]
+        assert left_out and len(lines) - len(left_out) + sum(left_out) == 20_000
+        assert lines[-1].startswith(f"rank {rank} │ 019999 xx")
+    assert flood["stdout"].endswith("flood → passed · 2 ranks\n[20000, 20000]\n")
+    assert few["displayed"] == flood["displayed"] == [], "text came as displays"
+    assert flood["messages"] < 150 and few["messages"] < 30
+    assert live["displayed"][0]["text/plain"] == "live view of few: 2 ranks", "an explicit show= does not win"
+    assert kept.count("rank 1 │ line 299") == 1
+    assert other["stdout"] == "mine passed\n", f"the text of another cell's job, {later!r}"
+
+
+def test_an_unknown_default_is_one_sentence(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(wire.ENV_SHOW, "txt")
+    with pytest.raises(
+        LaunchError, match=r"^launch: DDPKIT_SHOW=txt is not known; use text, 1 \(the live view\) or 0 "
+    ):
+        ddpkit.launch(lambda: None)
+    assert not list(home.glob(".ddpkit/runs/*"))
 
 
 def test_a_launch_error_is_one_sentence_in_the_notebook(home: Path) -> None:

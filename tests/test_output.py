@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -182,6 +183,55 @@ def test_a_multibyte_character_split_between_reads_is_whole(tmp_path: Path) -> N
     assert [s.text for s in tail.read()] == ["é"]
 
 
+def test_the_time_of_a_line_is_known_or_is_said_to_be_the_latest(tmp_path: Path) -> None:
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"")
+    tail = Tail(path, 0, "stdout", 0, since_ns=time.time_ns())
+    found = []
+    for text in (b"alone\n", b"one\ntwo\n", b"and one more\nopen", b" no more\n"):
+        assert tail.read() == []
+        time.sleep(0.15)
+        with open(path, "ab") as file:
+            file.write(text)
+        time.sleep(0.15)
+        written_ns, read_ns = path.stat().st_mtime_ns, time.time_ns()
+        found += tail.read()
+        # The watcher came late; the file says when it was last written.
+        assert {line.written_ns for line in found[-1:]} == {written_ns} and read_ns - written_ns > 1e8
+    assert [(line.text, line.exact) for line in found] == [
+        ("alone", True),
+        ("one", False),
+        ("two", False),
+        ("and one more", False),
+        ("open no more", True),
+    ]
+    # A clock that is wrong, as on a network file system, is not believed.
+    with open(path, "ab") as file:
+        file.write(b"last\n")
+    os.utime(path, (1e9, 1e9))
+    assert [line.written_ns > read_ns for line in tail.read()] == [True]
+
+
+@pytest.mark.job
+def test_lines_have_the_times_at_which_their_ranks_wrote_them(script: Callable[..., str], recorded: Recorder) -> None:
+    path = script(
+        """
+        import time, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        for step in range(20):
+            dist.all_reduce(torch.ones(1))
+            print(time.time_ns())
+            time.sleep(0.05 if step > 3 else 0)
+        """
+    )
+    assert ddpkit.launch(path, timeout=120).ok
+    for rank in (0, 1):
+        late_s = [(line.written_ns - int(line.text)) / 1e9 for line in recorded.seen if line.rank == rank]
+        exact = [line.exact for line in recorded.seen if line.rank == rank]
+        assert len(late_s) == 20 and sum(exact) > 10, f"only {sum(exact)} of rank {rank}'s times are known"
+        assert all(-0.02 < late < (0.2 if known else 30) for late, known in zip(late_s, exact, strict=True)), late_s
+
+
 def test_clean_says_how_much_it_left_out() -> None:
     assert clean(b"x" * 5000).endswith(" … 3,000 more characters, see run.ranks")
 
@@ -285,6 +335,32 @@ def test_a_job_that_stands_still_and_comes_back_says_both(script: Callable[..., 
     Path("go").touch()
     assert run.wait(60).ok
     assert recorded.states[-1].still is None
+
+
+@needs_record
+@pytest.mark.job
+def test_ranks_that_print_nothing_are_told_by_what_they_do(script: Callable[..., str], recorded: Recorder) -> None:
+    path = script(
+        """
+        import os, time, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        some = dist.new_group([1, 2])
+        rank = dist.get_rank()
+        if rank == 2:
+            print("speaks")
+        while not os.path.exists("go") and rank != 1:
+            if rank != 3:
+                time.sleep(0.05)
+        if rank in (1, 2):
+            dist.broadcast(torch.ones(3), 2, group=some)
+        dist.destroy_process_group()
+        """
+    )
+    run = ddpkit.launch(path, nproc=4, stall=None, timeout=120, wait=False)
+    expected = ["sits idle", "in broadcast #1 of group 1", "running", "computes"]
+    wait_for(lambda: recorded.states and [r.words for r in recorded.states[-1].ranks] == expected, 60)
+    Path("go").touch()
+    assert run.wait(60).ok, str(run)
 
 
 @needs_record

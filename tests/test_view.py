@@ -136,15 +136,22 @@ def test_lines_that_follow_fast_share_a_batch_and_arrive_once_in_order(view: Lis
 def test_stderr_attempt_and_open_lines_are_told_apart(view: ListeningView) -> None:
     view.begin(FakeRun(), lambda: None)  # type: ignore[arg-type]
     view.lines(
-        [line(1, "out"), line(1, "err", stream="stderr"), line(1, "10%", open=True), line(2, "again", attempt=1)]
+        [line(1, "out"), line(1, "err", stream="stderr"), line(1, "10%", open=True), line(1, "again", attempt=1)]
     )
     ended(view, state="passed")
-    assert [[row[0], *row[2:]] for row in view.rows(0)] == [
+    assert [[row[0], *row[2:5]] for row in view.rows(0)] == [
         [0, "out", 0, 0],
         [1, "err", 0, 0],
         [0, "10%", 0, 1],
         [0, "again", 1, 0],
     ]
+
+
+def test_a_line_says_whether_it_may_have_been_written_before_its_time() -> None:
+    lane = LaneFeed()
+    for seq, exact in enumerate((True, False), start=1):
+        lane.add(Line(0, "stdout", seq, 2_540_000_000, "x", exact=exact), 2_000_000_000)
+    assert [(row[1], row[5]) for row in lane.take(float("inf"))] == [(0.54, 0), (0.54, 1)]
 
 
 def test_markup_and_odd_characters_travel_as_they_are(view: ListeningView) -> None:
@@ -186,9 +193,9 @@ def test_pending_lines_beyond_the_bound_become_one_notice() -> None:
 
 def test_a_jump_in_the_lines_numbers_becomes_a_notice_in_its_place() -> None:
     lane = LaneFeed()
-    for seq in (1, 2, 50):
+    for seq in (8, 9, 50):
         lane.add(line(seq, f"line {seq}"), 0)
-    assert [row[2] for row in lane.take(float("inf"))] == ["line 1", "line 2", 47, "line 50"]
+    assert [row[2] for row in lane.take(float("inf"))] == [7, "line 8", "line 9", 40, "line 50"]
 
 
 def test_skipped_lines_are_not_told_twice(view: ListeningView) -> None:

@@ -85,7 +85,7 @@ class Task:
         if not self.program:
             raise LaunchError(f"task {self.name}: it has no program to run; its notebook says what to write.")
         name = f"task_{self.name.replace('.', '_')}"
-        show = options.pop("show", True)
+        show = options.pop("show", None)
         env = {wire.ENV_SEED: str(seed()), **options.pop("env", {})}
         asked = {**self.limits, "nproc": self.nproc, "stop_on_stall": True, "reveal": False, "name": name, **options}
         return start(of_text(self.program, name), checked_options(env=env, **asked), show=show)

@@ -15,8 +15,8 @@ MOST_SAMPLES = 120
 STREAMS = {"stdout": 0, "stderr": 1}
 GAP = 2
 
-# What goes over the wire for one line: [stream, seconds since the start, text, attempt, 1 if open]. For a gap the text
-# is the number of lines that are not shown in its place.
+# What goes over the wire for one line: [stream, seconds since the start, text, attempt, 1 if open, 1 if it may have been
+# written before that]. For a gap the text is the number of lines that are not shown in its place.
 Row = list[Any]
 
 
@@ -35,12 +35,12 @@ class LaneFeed:
     def add(self, line: Line, start_ns: int) -> None:
         """Queue a line; a jump in its numbers says how many never came, and where."""
         stream = STREAMS.get(line.stream, 0)
-        seconds = round((line.seen_ns - start_ns) / 1e9, 2)
+        seconds = round((line.written_ns - start_ns) / 1e9, 2)
         if not line.open:
-            last = self.last_seq.get((stream, line.attempt), line.seq - 1)
+            last = self.last_seq.get((stream, line.attempt), 0)
             self.last_seq[stream, line.attempt] = line.seq
             self.skip(line.seq - last - 1, seconds, line.attempt)
-        row: Row = [stream, seconds, line.text, line.attempt, int(line.open)]
+        row: Row = [stream, seconds, line.text, line.attempt, int(line.open), int(not line.exact)]
         if self.pending and _replaces(row, self.pending[-1]):
             self.pending[-1] = row
             return

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 from ddpkit.errors import LaunchError
+from ddpkit.runfolder import wire
 
 from .shown import ShownRun
 from .sink import Silence, Sink
 
+_DEFAULTS: dict[str, bool | str] = {"": True, "1": True, "text": "text", "0": False}
 _shown: dict[int, object] = {}
 
 
@@ -20,24 +23,31 @@ def shell() -> Any:
     return found if found is not None and hasattr(found, "kernel") else None
 
 
-def sink_for(show: bool | str | Sink) -> Sink:
-    """The sink for `show`: True, "text", False, or one that the caller has made and shows by itself.
+def sink_for(show: bool | str | Sink | None) -> Sink:
+    """The sink for `show`: True, "text", False, None for what DDPKIT_SHOW says, or one that the caller has made.
 
     Raises:
-        LaunchError: `show` is none of them.
+        LaunchError: `show`, or DDPKIT_SHOW, is none of them.
     """
+    if show is None:
+        said = os.environ.get(wire.ENV_SHOW, "")
+        if said not in _DEFAULTS:
+            raise LaunchError(
+                f"launch: {wire.ENV_SHOW}={said} is not known; use text, 1 (the live view) or 0 (nothing)."
+            )
+        show = _DEFAULTS[said]
     if show is False:
         return Silence()
     if not isinstance(show, bool | str):
         return show
-    if show == "text" or (show is True and shell() is None):
-        from .terminal import TextSink
-
-        return TextSink()
-    if show is True:
+    if show is True and shell() is not None:
         from .view import RunView
 
         return RunView()
+    if show is True or show == "text":
+        from .terminal import KernelText, TextSink
+
+        return TextSink() if shell() is None else KernelText()
     raise LaunchError(f'launch: show={show!r} is not known; use True, "text" or False.')
 
 

@@ -12,15 +12,19 @@ from .shown import ShownRun
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line that a rank wrote. `open`: not ended by a newline yet; the next line of that rank and stream replaces it."""
+    """One line that a rank wrote. `open`: not ended by a newline yet; the next line of that rank and stream replaces it.
+
+    It was written at `written_ns`; unless that is known to be `exact`, at that moment or before it.
+    """
 
     rank: int
     stream: str
     seq: int
-    seen_ns: int
+    written_ns: int
     text: str
     attempt: int = 0
     open: bool = False
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,11 @@
 """`RunView`: a running job as live lanes in a notebook; speaks by short messages to `view.js`, which draws them, and
 `evidence.js`, which draws what was found when nothing moved.
-
-Lines only queue here. A clock on a thread of its own sends what has queued: the first line after a quiet time at
-once, then a batch every `TICK_S`. Queues are bounded; what does not fit is counted and told, never sent.
 """
 
 from __future__ import annotations
 
-import math
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +17,20 @@ from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.runfolder.frames import Frame
 from ddpkit.runfolder.ranks import Rank
 
-from .lane_feed import MOST_PENDING, MOST_REMEMBERED, LaneFeed, whole
+from .lane_feed import whole
+from .lanes import LaneSink
 from .shown import ShownRun
-from .sink import Line, Now, Sink
+from .sink import Now
 from .text import what_happened
 
 _WEB = Path(__file__).with_name("web")
-TICK_S = 0.04
-# The most text in one batch. In a flood nobody reads along, and a browser lays out about 100 lines in 10 ms: then less.
-BATCH_CHARS = 48_000
-FLOOD_CHARS = 12_000
 PICTURE_CHARS = 240_000
 MOST_EVIDENCE = 4
 # A front end may load view.js late, and its question may wait behind the busy cell: then it is told unasked.
 UNASKED_AT_S = (1.0, 3.0, 8.0)
 
 
-class RunView(anywidget.AnyWidget, Sink):
+class RunView(anywidget.AnyWidget, LaneSink):
     """The live view of one job: a lane per rank, memory, states, a Stop button. A `Sink`."""
 
     # A widget has one module; kept in two files.
@@ -50,20 +42,15 @@ class RunView(anywidget.AnyWidget, Sink):
     final = traitlets.Dict().tag(sync=True)
 
     def __init__(self, **kwargs: Any) -> None:
-        self._lock = threading.Lock()
-        self._wake, self._over = threading.Event(), threading.Event()
-        self._clock: threading.Thread | None = None
-        self._lanes: dict[int, LaneFeed] = {}
+        LaneSink.__init__(self)
         self._now: Now | None = None
         self._fresh = False
         self._told_still: Standstill | None = None
-        self._start_ns = time.time_ns()
         self._sent = 0
         self._asked: list[str] = []
         self._unasked = list(UNASKED_AT_S)
         self._stop: Callable[[], None] | None = None
         self._stopping = False
-        self._gone = False
         super().__init__(**kwargs)
         self._hears_clicks = hear_clicks_while_busy(self)
         self.on_msg(self._hear)
@@ -77,68 +64,38 @@ class RunView(anywidget.AnyWidget, Sink):
 
     def begin(self, run: ShownRun, stop: Callable[[], None]) -> None:
         """The job starts: its name goes out, the clock runs."""
-        self._stop, self._start_ns = stop, time.time_ns()
-        self._lanes = {rank: LaneFeed() for rank in range(run.nproc)}
+        self._stop = stop
         about = {"name": run.name, "nproc": run.nproc, "facts": f"{run.facts} · {run.started}", "command": run.command}
         self._keep("job", {**about, "hears": self._hears_clicks})
-        self._clock = threading.Thread(target=self._run_clock, name=f"ddpkit shows {run.name}", daemon=True)
-        self._clock.start()
-
-    def lines(self, batch: Sequence[Line]) -> None:
-        with self._lock:
-            for line in batch:
-                self._lane(line.rank).add(line, self._start_ns)
-        self._wake.set()
+        super().begin(run, stop)
 
     def now(self, now: Now) -> None:
         with self._lock:
             self._now, self._fresh = now, True
             for rank in now.ranks:
                 self._lane(rank.rank).sample(now.elapsed_s, rank.rss_mib, rank.device_mib)
-            for number, skipped in now.skipped.items():
-                # Mostly known from the lines' numbers already.
-                lane = self._lane(number)
-                lane.skip(skipped - lane.skipped, round(now.elapsed_s, 2), 0)
-        self._wake.set()
+        super().now(now)
 
     def end(self, run: ShownRun) -> None:
-        """The job has ended: the clock stops, the last lines go out, and the final picture is set."""
-        self._over.set()
-        self._wake.set()
-        if self._clock is not None and self._clock is not threading.current_thread():
-            self._clock.join()
-        for lane in self._lanes.values():
-            lane.squeeze(MOST_REMEMBERED)
-        self._send_batch(math.inf)
+        """The job has ended: the last lines go out, and the final picture is set."""
+        super().end(run)
         picture = self._picture()
         # The last look at the ranks may be older than their last line.
         at = max(picture.get("at", 0), round((time.time_ns() - self._start_ns) / 1e9, 2))
         self._keep("final", {**picture, "at": at, "state": run.state, **_ending(run)})
 
-    def _run_clock(self) -> None:
-        while not self._over.is_set() and not self._gone:
-            self._wake.wait()
-            self._wake.clear()
-            flooded = any(lane.dropped or len(lane.pending) > MOST_PENDING // 2 for lane in list(self._lanes.values()))
-            self._send_batch(FLOOD_CHARS if flooded else BATCH_CHARS)
-            self._send_pictures()
-            self._over.wait(TICK_S)
-            if any(lane.pending for lane in list(self._lanes.values())):
-                self._wake.set()
-
     def _send_batch(self, chars: float) -> None:
         with self._lock:
-            waiting = [number for number, lane in self._lanes.items() if lane.pending or lane.dropped]
-            lanes = [[number, self._lanes[number].take(chars / len(waiting))] for number in waiting]
+            lanes = self._take(chars)
             states = self._states() if self._fresh else {}
             if self._now is not None and self._now.still != self._told_still:
                 self._told_still = self._now.still
                 states["still"] = _still(self._now)
             self._fresh = False
-        if not lanes and not states:
-            return
-        self._sent += 1
-        self._tell({"kind": "batch", "n": self._sent, "lanes": lanes, **states})
+        if lanes or states:
+            self._sent += 1
+            self._tell({"kind": "batch", "n": self._sent, "lanes": lanes, **states})
+        self._send_pictures()
 
     def _send_pictures(self) -> None:
         """Give late views what they missed; each view takes the first picture that is for it or for all."""
@@ -173,9 +130,6 @@ class RunView(anywidget.AnyWidget, Sink):
                 [r.rank, r.kind, r.words, whole(r.rss_mib), r.device, whole(r.device_mib), r.attempt] for r in now.ranks
             ],
         }
-
-    def _lane(self, rank: int) -> LaneFeed:
-        return self._lanes.setdefault(rank, LaneFeed())
 
     def _hear(self, _widget: object, content: Any, _buffers: object) -> None:
         """A message from a view, on whatever thread the kernel reads it."""

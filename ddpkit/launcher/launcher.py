@@ -43,7 +43,7 @@ def launch(
     warm: bool = True,
     wait: bool = True,
     check: bool = False,
-    show: bool | str = True,
+    show: bool | str | None = None,
     name: str | None = None,
     reveal: bool = True,
     max_restarts: int = 0,
@@ -68,7 +68,8 @@ def launch(
         warm: fork the job from a process that has already imported torch; False starts new processes. See `run.warm`.
         wait: False returns at once with a live `Run` (`.wait()`, `.stop()`).
         check: raise `JobFailed` unless the job passes.
-        show: True shows the live view in a notebook and text elsewhere; "text" streams rank-tagged text; False is silent.
+        show: True shows the live view in a notebook and text elsewhere; "text" streams rank-tagged text; False is silent;
+            None is what DDPKIT_SHOW (text, 1 or 0) says, True without it.
         name: the run's name; by default the target's own name.
         reveal: False keeps the verdict out of the view and the text, so that a reader can judge first.
         max_restarts: how often torchrun restarts the ranks after a failure.
@@ -115,7 +116,7 @@ def warm_up() -> None:
 
 
 def start(
-    target: Target, options: Options, wait: bool = True, show: bool | str | Sink = True, patient: bool = False
+    target: Target, options: Options, wait: bool = True, show: bool | str | Sink | None = None, patient: bool = False
 ) -> Run:
     """Start `target`; with `wait`, return when the job has ended. Called by `launch`, the cell magic and the bench.
 

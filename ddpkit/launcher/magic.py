@@ -72,7 +72,7 @@ def torchrun(line: str, cell: str, namespace: dict[str, Any]) -> None:
     options = checked_options(**given | {"env": dict(map(_pair, asked.env))})
     # The magic's own line is line 1 of the cell, so line numbers in tracebacks match the cell.
     target = of_text("\n" + cell, asked.bind or "cell", asked.args, "%%torchrun", "the cell")
-    show: bool | str = False if asked.quiet else "text" if asked.text else True
+    show: bool | str | None = False if asked.quiet else "text" if asked.text else None
     run = start(target, options, wait=asked.wait, show=show)
     namespace[asked.bind or "_run"] = run
     if asked.check and asked.wait:

@@ -28,6 +28,9 @@ _lock = threading.RLock()
 _listening_pid = 0
 _members: dict[str, list[int]] = {}
 _groups_asked: list[list[int]] = []
+# The collective that was under way at the watcher's last question, as group and number, and its name once it is read.
+_under_way: tuple[str, int] | None = None
+_its_name = ""
 
 
 def say_joining(asked: Mapping[str, Any]) -> None:
@@ -94,6 +97,8 @@ def note(name: str = wire.COLLECTIVES, with_entries: bool = True) -> None:
     with _lock:
         remember_groups()
         found = recorded(with_entries)
+        if not with_entries:
+            found["under_way"] = _name_of_what_stays_under_way(found["enqueued"], found["completed"])
         with contextlib.suppress(OSError):
             wire.write_record(folder / name, {"at_ns": time.time_ns(), "exchanges": messages.exchanges, **found})
 
@@ -126,6 +131,31 @@ def recorded(with_entries: bool) -> dict[str, Any]:
         calls_of = messages.calls()
         found["entries"] = [_entry(entry, i >= without_place, calls_of) for i, entry in enumerate(entries)]
     return found
+
+
+def _name_of_what_stays_under_way(enqueued: Mapping[str, int], completed: Mapping[str, int]) -> str:
+    """`all_reduce #3`, if this rank was in it at the last question, too; else "".
+
+    The name is among the entries, which take 20 ms to read: only a rank that waits has that time, and once is enough.
+    """
+    global _under_way, _its_name
+    before, _under_way = _under_way, None
+    for group, number in enqueued.items():
+        if number > completed.get(group, number):
+            _under_way = group, number
+    if _under_way is None or _under_way != before:
+        _its_name = ""
+    elif not _its_name:
+        group, number = _under_way
+        _its_name = f"collective #{number}"
+        for entry in pickle.loads(sys.modules["torch._C"]._distributed_c10d._dump_fr_trace(True, False, False))[
+            "entries"
+        ]:
+            name, description = entry["process_group"]
+            if (name, entry["collective_seq_id"], entry["is_p2p"]) == (group, number, False):
+                of_group = "" if description in ("default_pg", "") else f" of group {group}"
+                _its_name = f"{entry['profiling_name'].rpartition(':')[2]} #{number}{of_group}"
+    return _its_name
 
 
 @contextlib.contextmanager

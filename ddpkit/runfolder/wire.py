@@ -18,6 +18,7 @@ ENV_HOME = "DDPKIT_HOME"
 ENV_LOG_CAP = "DDPKIT_LOG_CAP_MIB"
 ENV_KEEP_RUNS = "DDPKIT_KEEP_RUNS"
 ENV_WARM = "DDPKIT_WARM"
+ENV_SHOW = "DDPKIT_SHOW"
 ENV_WARM_IDLE_S = "DDPKIT_WARM_IDLE_S"
 # The ranks write down parameters and gradients at every step, to be compared afterwards.
 ENV_STEPS = "DDPKIT_STEPS"

@@ -17,6 +17,7 @@ import psutil
 
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.ranks import Rank
+from ddpkit.verdict.places import BUSY_FROM
 
 from .look import ask, size
 
@@ -46,6 +47,7 @@ class Heard:
     signs: object = None
     collectives: object = None
     asked: float = 0.0
+    has_spoken: bool = False
     used: deque[Used] = field(default_factory=deque)
 
 
@@ -60,7 +62,8 @@ class Progress:
 
     def spoke(self, attempt: int, rank: int) -> None:
         """Note that the rank has written a line."""
-        self._of(attempt, rank).at = time.monotonic()
+        heard = self._of(attempt, rank)
+        heard.at, heard.has_spoken = time.monotonic(), True
 
     def update(self, ranks: Sequence[Rank]) -> None:
         """Look for reports and new collectives of the running ranks, and at what they used."""
@@ -102,6 +105,20 @@ class Progress:
         used = self._of(rank.attempt, rank.rank).used
         moved = [point.disk_bytes for point in used if point.disk_bytes is not None] or [0]
         return moved[-1] - moved[0] >= MUCH_DATA_BYTES or any(point.waits_for_disk for point in used)
+
+    def doing(self, rank: Rank) -> str:
+        """What a running rank that has printed nothing does, as far as is known without a look at it."""
+        heard = self._of(rank.attempt, rank.rank)
+        if heard.has_spoken or len(heard.used) < 2:
+            return "running"
+        if not rank.came_up:
+            return "waits to join"
+        told = wire.read_record(rank.folder / wire.PROGRESS) or {}
+        if told.get("under_way") and time.time_ns() - told["at_ns"] < LATELY_S * 1e9:
+            return f"in {told['under_way']}"
+        if self.busy(rank) >= BUSY_FROM:
+            return "computes"
+        return "waits for the disk" if self.at_the_disk(rank) else "sits idle"
 
     def children_busy(self, rank: Rank) -> float:
         """The share of a core that this rank's child processes used since the last call.

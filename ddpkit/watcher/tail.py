@@ -18,14 +18,24 @@ CHUNK = 256 * 1024
 LONGEST_LINE = 2_000
 MOST_LINES_A_READ = 400
 OPEN_LINE_AFTER_S = 0.1
+# A time is shown in hundredths of a second; the clock of the file system ticks every few milliseconds.
+KNOWN_WITHIN_NS = 20_000_000
 _ANSI = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 class Tail:
-    """One log file of one rank, read on from the last position."""
+    """One log file of one rank, read on from the last position. The rank has written nothing before `since_ns`.
 
-    def __init__(self, path: Path, rank: int, stream: str, attempt: int, every_line: bool = False) -> None:
+    When a line was written is nowhere recorded, and a hook in the rank would miss what C++ and child processes write. But
+    what is new was written since the file had last been read to its end, and its last byte when the file was last modified.
+    If rank 1 writes line by line, each line has its time; of ten lines found together after a second, only the latest
+    possible moment is known, and they say so (`exact`).
+    """
+
+    def __init__(
+        self, path: Path, rank: int, stream: str, attempt: int, every_line: bool = False, since_ns: int = 0
+    ) -> None:
         self.path, self.rank, self.stream, self.attempt = path, rank, stream, attempt
         self.seq = 0
         self.skipped = 0
@@ -35,14 +45,32 @@ class Tail:
         self._cut = 0
         self._rest_since = 0.0
         self._rest_shown = True
+        self._read_up_to_ns = since_ns
+        self._written_ns, self._exact = 0, False
 
     def read(self) -> list[Line]:
         """New whole lines, and one open for a while; in a flood, only the newest (`skipped` counts the rest)."""
+        began_ns = time.time_ns()
         data = self._file.read(CHUNK)
+        if data:
+            self._date(alone=data.find(b"\n") in (-1, len(data) - 1))
+        else:
+            self._read_up_to_ns = began_ns
         *whole, rest = data.split(b"\n")
         lines = self._whole_lines(whole) if whole else []
         self._keep(rest)
         return lines + self._open_line()
+
+    def _date(self, alone: bool) -> None:
+        """Note by when the bytes just read were written, and whether that is known well; `alone`: they are of one line."""
+        now_ns, found = time.time_ns(), os.fstat(self._file.fileno())
+        since_ns, at_end = self._read_up_to_ns, found.st_size == self._file.tell()
+        # On a network file system another computer's clock counts, which may be wrong.
+        dated = since_ns - KNOWN_WITHIN_NS < found.st_mtime_ns <= now_ns
+        self._written_ns = max(found.st_mtime_ns, since_ns) if dated else now_ns
+        self._exact = (dated and at_end and alone) or self._written_ns - since_ns <= KNOWN_WITHIN_NS
+        if at_end:
+            self._read_up_to_ns = now_ns
 
     def _whole_lines(self, whole: list[bytes]) -> list[Line]:
         """The lines of these texts, the first of which ends the open line."""
@@ -95,7 +123,7 @@ class Tail:
         if not is_open:
             self.seq += 1
         text = clean(raw, cut)
-        return Line(self.rank, self.stream, self.seq, time.time_ns(), text, self.attempt, is_open)
+        return Line(self.rank, self.stream, self.seq, self._written_ns, text, self.attempt, is_open, self._exact)
 
 
 def clean(raw: bytes, already_cut: int = 0) -> str:
@@ -113,8 +141,8 @@ def clean(raw: bytes, already_cut: int = 0) -> str:
 class Tails:
     """Every log file of a job, found as torchrun makes them."""
 
-    def __init__(self, folder: Path, exit_fd: int | None, every_line: bool = False) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, nproc: int, exit_fd: int | None, every_line: bool = False) -> None:
+        self.folder, self._nproc = folder, nproc
         self.tails: dict[Path, Tail] = {}
         self._ranks = folder / "ranks"
         self._exit_fd = exit_fd
@@ -142,7 +170,12 @@ class Tails:
                 continue
             self._seen.add(attempt)
             for stream in wire.STREAMS:
-                self._follow(found / f"{stream}.log", started["rank"], stream, number)
+                self._follow(found / f"{stream}.log", started["rank"], stream, number, started["at_ns"])
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank of each attempt so far is followed."""
+        return bool(self._seen) and len(self._seen) % self._nproc == 0
 
     def read(self) -> Iterator[Line]:
         """New lines of every rank."""
@@ -171,9 +204,9 @@ class Tails:
             os.close(self._exit_fd)
         return last
 
-    def _follow(self, path: Path, rank: int, stream: str, attempt: int) -> None:
+    def _follow(self, path: Path, rank: int, stream: str, attempt: int, since_ns: int) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self.tails[path] = Tail(path, rank, stream, attempt, self._every_line)
+            self.tails[path] = Tail(path, rank, stream, attempt, self._every_line, since_ns)
             if self._notify is not None:
                 from inotify_simple import flags
 

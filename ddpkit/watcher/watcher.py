@@ -32,6 +32,8 @@ from .tail import Tails
 
 PAUSE_S = 0.004
 IDLE_S = 0.25
+# While ranks are still starting: what they print at once should be read at once.
+STARTING_S = 0.01
 STATE_EVERY_S = 0.5
 # How many times longer a stalled job may run while the rank that holds it up computes.
 BUSY_PATIENCE = 5
@@ -71,7 +73,7 @@ class Watcher:
     def _watch(self) -> None:
         try:
             every_line = getattr(self.sink, "wants_every_line", False)
-            self._tails = Tails(self.run.folder, self.job.exit_fd(), every_line)
+            self._tails = Tails(self.run.folder, self.run.nproc, self.job.exit_fd(), every_line)
             self._cap = LogCap(self.job)
             self._follow()
         except Exception as error:
@@ -92,9 +94,9 @@ class Watcher:
         next_state = 0.0
         while True:
             was_running = self.job.running
-            self._tails.wait(0 if self._tails.behind else IDLE_S if self._tails.tails else 0.03)
+            self._tails.wait(0 if self._tails.behind else IDLE_S if self._tails.complete else STARTING_S)
             now = time.monotonic()
-            if now >= next_state or not was_running or not self._tails.tails:
+            if now >= next_state or not was_running or not self._tails.complete:
                 self._tails.find()
             self._pass_on(list(self._tails.read()))
             if now >= next_state:
@@ -164,7 +166,7 @@ class Watcher:
             silent_s = self._progress.silent_s(rank)
             if self.limits.stall_s is not None and silent_s > self.limits.stall_s:
                 return "silent", f"silent for {silent_s:.0f} s"
-            return "running", "running"
+            return "running", self._progress.doing(rank) if self.run.revealed else "running"
         kind = own_end(rank)
         if not self.run.revealed and kind in ("peer_lost", "gave_up"):
             return "failed", rank.plain_words

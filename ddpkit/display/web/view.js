@@ -10,6 +10,9 @@ const SILENCE_S = 5;
 const UNHEARD_MS = 2500;
 const CONSEQUENCE = ": a consequence";
 const ERROR_LINE = /Traceback|\b\w*(Error|Exception)\b|terminate called|Fatal Python error/;
+// A row of a table or box, which means nothing when it is wrapped: two of the lines and corners that separate cells (not a
+// progress bar's plain strokes), bars at both ends, more bars than a log's prefix has, or a rule.
+const TABLE = /([\u2502\u2503\u2506\u2507\u250a-\u254b\u254e\u254f\u2551-\u2570].*){2}|^\s*[|+].*[|+]\s*$|( \| .*){3}|^\s*[-=+_\u2500\u2501\u2550 ]{20,}$/;
 const STATES = {
   starting: "starting", running: "running", stopping: "stopping", passed: "passed", failed: "failed",
   hung: "hung", timed_out: "timed out", stopped: "stopped",
@@ -351,6 +354,7 @@ class Lane {
     this.root.dataset.kind = this.chip.dataset.kind = kind;
     if (this.words.textContent !== words) this.words.textContent = words;
     this.chipState.textContent = kind;
+    this.log.dataset.empty = ["starting", "running", "silent"].includes(kind) ? `no output yet: ${words}` : "no output";
   }
 
   showMemory(rss, device, deviceMib) {
@@ -413,14 +417,16 @@ class Lane {
     this.showFollow();
   }
 
-  addRow([stream, at, text, attempt, open]) {
+  addRow([stream, at, text, attempt, open, orBefore]) {
     if (attempt > this.attempt) this.addAttempt(attempt);
     if (stream === GAP) return this.addGap(text);
     const replaced = this.openRows[stream];
     delete this.openRows[stream];
     const row = replaced?.parentNode ? replaced : this.newRow(stream);
     row.lastChild.data = text;
-    const time = seconds(at);
+    row.classList.toggle("ddp-table", TABLE.test(text));
+    // When the rank wrote it, or the latest moment at which it can have written it.
+    const time = (orBefore ? "≤" : "") + seconds(at);
     if (time !== this.lastTime) row.dataset.t = time;
     this.lastTime = time;
     if (open) this.openRows[stream] = row;
