@@ -59,7 +59,7 @@ labs: $(INSTALLED) test-hosted ## every lab with every remedy as a real job: som
 	$(INSIDE) $(BIN)/pytest -m labs tests/test_browser.py
 
 soak: $(INSTALLED) ## hundreds of launches, every fault at random moments
-	$(BIN)/pip install -q -c constraints.txt -r tests/libraries/requirements.txt
+	@$(BIN)/python tools/install.py --requirements tests/libraries.txt
 	$(INSIDE) $(BIN)/pytest -m soak
 
 test-oldest: $(OLDEST)/.installed ## the tests with the oldest torch that is supported (its own environment, up to 5 GB)
