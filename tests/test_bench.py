@@ -1,4 +1,4 @@
-"""The bench without its buttons: what it edits, runs and compares, and what it says to what it cannot do."""
+"""The bench without its buttons: what it edits, runs and compares, and what it says when asked for something else."""
 
 from __future__ import annotations
 

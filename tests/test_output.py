@@ -221,7 +221,7 @@ def test_lines_have_the_times_at_which_their_ranks_wrote_them(script: Callable[.
         for step in range(20):
             dist.all_reduce(torch.ones(1))
             print(time.time_ns())
-            time.sleep(0.05 if step > 3 else 0)
+            time.sleep(0.2 if step > 3 else 0)
         """
     )
     assert ddpkit.launch(path, timeout=120).ok

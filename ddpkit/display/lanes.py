@@ -24,7 +24,7 @@ FLOOD_CHARS = 12_000
 
 
 class LaneSink(Sink):
-    """Queues the lines of a job; whoever shows them says in `_send_batch` how."""
+    """Queues the lines of a job; the class that shows them has the `_send_batch`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,8 +65,7 @@ class LaneSink(Sink):
         self._send_batch(math.inf)
 
     def _send_batch(self, chars: float) -> None:
-        """Send about `chars` of what has queued."""
-        raise NotImplementedError
+        """Send about `chars` of what has queued; the class that shows it does this."""
 
     def _run_clock(self) -> None:
         due = 0.0

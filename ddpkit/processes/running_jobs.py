@@ -82,9 +82,8 @@ def job_of(pid: int | None) -> RunningJob:
 def running_jobs() -> list[RunningJob]:
     """Every torchrun job on this host whose processes this user may read, the oldest first."""
     found: dict[tuple[str, str], list[tuple[psutil.Process, dict[str, str]]]] = {}
-    for process in sorted(
-        psutil.process_iter(["create_time"]), key=lambda one: (one.info["create_time"] or 0, one.pid)
-    ):
+    processes = psutil.process_iter(["create_time"])
+    for process in sorted(processes, key=lambda one: (one.info["create_time"] or 0, one.pid)):
         with contextlib.suppress(psutil.Error):
             env = process.environ()
             if all(name in env for name in _MARKS):
@@ -101,10 +100,10 @@ def running_jobs() -> list[RunningJob]:
 def _job(members: Sequence[tuple[psutil.Process, Mapping[str, str]]]) -> RunningJob:
     """The job of these processes, the oldest first. A rank's oldest python is the rank; its workers came later."""
     first, env = members[0]
-    pids, stand_ins = dict[int, int](), dict[int, int]()
+    pids, wrappers = dict[int, int](), dict[int, int]()
     for process, own in members:
-        (stand_ins if _stands_in(process) else pids).setdefault(int(own["RANK"]), process.pid)
-    pids = stand_ins | pids
+        (wrappers if _wraps_a_rank(process) else pids).setdefault(int(own["RANK"]), process.pid)
+    pids = wrappers | pids
     lowest = int(env["RANK"]) - int(env["LOCAL_RANK"])
     here = range(lowest, lowest + int(env["LOCAL_WORLD_SIZE"]))
     return RunningJob(
@@ -118,8 +117,8 @@ def _job(members: Sequence[tuple[psutil.Process, Mapping[str, str]]]) -> Running
     )
 
 
-def _stands_in(process: psutil.Process) -> bool:
-    """Whether a process only stands above the rank: a shell, or ddpkit's keeper, a python that imports nothing."""
+def _wraps_a_rank(process: psutil.Process) -> bool:
+    """Whether a process has only started the rank: a shell, or ddpkit's keeper, a python that imports nothing."""
     with contextlib.suppress(psutil.Error):
         return not process.name().startswith("python") or "-S" in process.cmdline()[1:3]
     return True

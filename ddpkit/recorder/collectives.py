@@ -148,9 +148,8 @@ def _name_of_what_stays_under_way(enqueued: Mapping[str, int], completed: Mappin
     elif not _its_name:
         group, number = _under_way
         _its_name = f"collective #{number}"
-        for entry in pickle.loads(sys.modules["torch._C"]._distributed_c10d._dump_fr_trace(True, False, False))[
-            "entries"
-        ]:
+        trace = pickle.loads(sys.modules["torch._C"]._distributed_c10d._dump_fr_trace(True, False, False))
+        for entry in trace["entries"]:
             name, description = entry["process_group"]
             if (name, entry["collective_seq_id"], entry["is_p2p"]) == (group, number, False):
                 of_group = "" if description in ("default_pg", "") else f" of group {group}"

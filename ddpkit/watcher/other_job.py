@@ -168,10 +168,8 @@ def _verdict(job: RunningJob, ranks: Sequence[Rank], moved: set[int]) -> tuple[s
     if going_on:
         return f"{ranks_said(going_on).capitalize()} went on within {INTERVAL_S:g} s: no wait lasts.", ()
     if unknown and now.waiting:
-        return (
-            f"{_each(now)} Which rank the others wait for cannot be told: {ranks_said(unknown)} could not be read.",
-            (),
-        )
+        unread = f"{ranks_said(unknown)} could not be read"
+        return f"{_each(now)} Which rank the others wait for cannot be told: {unread}.", ()
     if job.elsewhere and len(now.waiting) == now.size:
         here = f"The job has {job.world_size} ranks; look at the others on their hosts, too."
         return f"Every rank on this host waits. {_each(now)} {here}", ()
