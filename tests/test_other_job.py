@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -230,6 +231,9 @@ def test_where_stacks_may_not_be_read_the_rest_is_shown(plain: Callable[..., Pla
 
 def as_nobody(say: Callable[[], str]) -> str:
     """What `say` returns in a process without root's rights."""
+    # What it imports must be there before: that process may not be able to read root's Python.
+    say()
+    importlib.import_module("encodings.ascii")
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
