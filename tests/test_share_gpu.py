@@ -28,7 +28,8 @@ Script = Callable[..., str]
 TOLD = """
 import os
 names = ("NCCL_NET", "NCCL_P2P_DISABLE", "NCCL_HOSTID", "DDPKIT_SHARE_GPU", "DDP_BACKEND")
-print(" ".join(f"{name}={os.environ.get(name)}" for name in names))
+# In one write: under plain torchrun both ranks share a pipe.
+print(" ".join(f"{name}={os.environ.get(name)}" for name in names) + "\\n", end="")
 """
 SHARED = "NCCL_NET=Socket NCCL_P2P_DISABLE=1 NCCL_HOSTID=None DDPKIT_SHARE_GPU=1 DDP_BACKEND=nccl\n"
 NOTE = "2 ranks share 1 GPU by NCCL over sockets: its errors and timeouts are NCCL's own, its speed is not."
