@@ -154,7 +154,9 @@ def _still_row(rank: Rank, place: Place, at_fault: bool) -> Row:
         silent_s=silent_s,
         busy=look.busy if look else None,
         stack=_without_start(rank.stack_frames),
-        workers=tuple(_without_start(stack_frames(stack, {})) for _pid, stack in look.workers) if look else (),
+        workers=tuple(_without_start(stack_frames(stack, rank.sources)) for _pid, stack in look.workers)
+        if look
+        else (),
     )
 
 

@@ -210,14 +210,12 @@ def _frame(summary: Any) -> dict[str, Any]:
 
 def is_users_own(file: str) -> bool:
     """Whether `file` is the user's code rather than Python's, an installed package's or ddpkit's."""
-    if file.startswith("<") and not file.startswith("<ipython"):
-        return False
-    return not file.startswith((_PACKAGE, *_installed()))
+    return not file.startswith((_PACKAGE, *_stdlib())) and not wire.is_installed(file)
 
 
 @cache
-def _installed() -> tuple[str, ...]:
-    return tuple({sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "platstdlib", "purelib", "platlib")})
+def _stdlib() -> tuple[str, ...]:
+    return tuple({sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "platstdlib")})
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import wire
-from .frames import Frame
+from .frames import Frame, Sources, read_frame
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,9 @@ def read_look(path: Path) -> Look | None:
     return Look(**{**known, "workers": workers, "inside": tuple(record.get("inside", ()))})
 
 
-def read_joining(path: Path) -> Joining | None:
+def read_joining(path: Path, cells: Sources) -> Joining | None:
     """The attempt to join recorded at `path`; None if there is none."""
     record = wire.read_record(path)
     if record is None:
         return None
-    where = record.get("where")
-    return Joining(**{**record, "where": Frame(**where) if where else None})
+    return Joining(**{**record, "where": read_frame(record.get("where"), cells)})

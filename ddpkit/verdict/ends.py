@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from ddpkit.runfolder.calls import Collective
+from ddpkit.runfolder.calls import Collective, first_split
 from ddpkit.runfolder.failures import LEAVES, Failure
 from ddpkit.runfolder.frames import Frame, ends_in_torch
 from ddpkit.runfolder.ranks import Rank
@@ -78,6 +78,8 @@ def end_of(rank: Rank, ranks: Sequence[Rank]) -> End:
         return end
     if ended_its_own_wait(rank, ranks):
         return "gave_up"
+    if _met_another_collective(rank, ranks):
+        return "parted"
     loss = returned_alone(rank, ranks)
     return loss[0] if loss else "own"
 
@@ -154,6 +156,17 @@ def ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
         return False
     joined = [other.joined(here.collective) for other in members(here.collective, ranks)]
     return any(theirs is None or not theirs.matches(here.collective) for theirs in joined)
+
+
+def _met_another_collective(rank: Rank, ranks: Sequence[Rank]) -> bool:
+    """Whether torch.distributed failed in a rank, in or after a collective that another rank had joined as a different one.
+
+    Example: rank 0 joins all_gather #1, rank 1 all_gather_object #1; rank 1 reads a size of 4e18 bytes, and runs out of memory.
+    """
+    if rank.failure is None or not ends_in_torch(rank.failure.frames):
+        return False
+    split = first_split({other.rank: other.collectives for other in ranks})
+    return rank.rank in split and split[rank.rank].at_ns <= rank.failure.at_ns
 
 
 def members(call: Collective, ranks: Sequence[Rank]) -> list[Rank]:

@@ -44,7 +44,8 @@ def did(rank: Rank) -> str:
         beside = f", while it handled {stable(handled)}" if handled else ""
         return f"left by {LEAVES[failure.type]}, {stable(failure.message).strip()}{in_brackets(failure.where)}{beside}"
     left = f", caught it, and left by {stable(failure.left_by)}" if failure.left_by else ""
-    return f"raised {failure.text.rstrip('.')}{in_brackets(failure.where)}{left}"
+    began = f"; it began with {failure.began_with}" if failure.began_with else ""
+    return f"raised {failure.text.rstrip('.')}{in_brackets(failure.where)}{left}{began}"
 
 
 def did_alike(ranks: Sequence[Rank]) -> str:
@@ -104,7 +105,8 @@ def helper(place: Place) -> str:
         return " One of its workers has died."
     for _pid, stack in look.workers:
         # The outer frames are the rank's own, from before the worker was forked.
-        frames = itertools.takewhile(lambda frame: not frame.function.endswith(_WORKERS_OWN), stack_frames(stack, {}))
+        all_frames = stack_frames(stack, place.rank.sources)
+        frames = itertools.takewhile(lambda frame: not frame.function.endswith(_WORKERS_OWN), all_frames)
         line = next((frame for frame in frames if frame.own), None)
         if line:
             stopped = "stopped (SIGSTOP) " if look.stopped_workers else ""

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from ddpkit.runfolder.calls import Collective, Together, first_split
 from ddpkit.runfolder.program import Program
-from ddpkit.runfolder.ranks import Rank, sources
+from ddpkit.runfolder.ranks import Rank
 
 from .ends import End, failed_at, own_end, returned_alone
 from .places import Kind, Place, awaits, makes_a_store, peers, place_of
@@ -30,7 +30,7 @@ class Scene:
     def program(self) -> Program:
         """The source of what the ranks ran."""
         first = next(iter(self.at.values()))
-        return Program(sources(first.rank.folder.parents[2]))
+        return Program(first.rank.sources)
 
     def loops(self, call: Collective) -> list[str]:
         """The loops around a call, the innermost first."""

@@ -26,7 +26,7 @@ from ddpkit.machine import devices
 from ddpkit.processes.agent import handles, signal_rank
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.frames import with_sources
-from ddpkit.runfolder.ranks import Rank, sources
+from ddpkit.runfolder.ranks import Rank
 
 from . import file_locks
 
@@ -93,7 +93,7 @@ def _gather(living: Mapping[int, Rank], states: Mapping[int, str], spied: Mappin
     gather_collectives(awake, unable)
     for rank in living.values():
         path = rank.folder / wire.STACK
-        _write(path, with_sources(wire.read_text(path), sources(rank.folder.parents[2])))
+        _write(path, with_sources(wire.read_text(path), rank.sources))
 
 
 def withdraw(ranks: Sequence[Rank]) -> None:
@@ -223,8 +223,7 @@ def _write(path: Path, text: str) -> None:
 def _workers_of(rank: Rank) -> dict[int, str]:
     """The stacks of the DataLoader workers that this rank waits for, by pid."""
     spied = spied_threads(_children_in_a_loader(rank)[:MOST_WORKERS])
-    cells = sources(rank.folder.parents[2])
-    return {pid: with_sources(_as_faulthandler_writes(threads[0]), cells) for pid, threads in spied.items()}
+    return {pid: with_sources(_as_faulthandler_writes(threads[0]), rank.sources) for pid, threads in spied.items()}
 
 
 def _children_in_a_loader(rank: Rank) -> list[int]:
