@@ -99,9 +99,9 @@ def helper(place: Place) -> str:
     look, died_of = place.rank.look, place.rank.thread_died_of
     if place.kind == "idle" and died_of:
         return f" One of its threads died with {died_of}."
-    if look is None or place.kind != "loading":
+    if look is None or place.kind not in ("loading", "idle"):
         return ""
-    if look.dead_workers:
+    if look.dead_workers and place.kind == "loading":
         return " One of its workers has died."
     for _pid, stack in look.workers:
         # The outer frames are the rank's own, from before the worker was forked.
@@ -110,5 +110,6 @@ def helper(place: Place) -> str:
         line = next((frame for frame in frames if frame.own), None)
         if line:
             stopped = "stopped (SIGSTOP) " if look.stopped_workers else ""
-            return f" Its worker is {stopped}in {line.function}, {line.text}."
+            worker = "Its worker" if place.kind == "loading" else "A process that it started"
+            return f" {worker} is {stopped}in {line.function}, {line.text}."
     return ""

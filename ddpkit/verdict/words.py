@@ -118,7 +118,10 @@ def _reported(f: Facts) -> str:
 
 def _differs(f: Facts) -> str:
     if not f.found.ranks:
-        return _UNTOLD
+        all_groups = (
+            "Every rank must make all groups, also those that it is not in. " if f.found.rule == "groups" else ""
+        )
+        return all_groups + _UNTOLD
     return "no two of them agree." if f.who == "every rank" else f"{_do(f.found.ranks, 'differs', 'differ')} from most."
 
 
