@@ -232,7 +232,7 @@ def _by_verdict(suspects: Sequence[Rank], verdict: Verdict) -> list[_Match]:
             if signature.verdict == "own" and own:
                 found.append(_Match(each, signature, None, tuple(own)))
             elif signature.verdict and signature.verdict == verdict.kind != "own":
-                found.append(_Match(each, signature, None, tuple(seen)))
+                found.append(_Match(each, signature, None, tuple(own if verdict.kind == "too_early" else seen)))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,38 @@ LEAVES = {
     "os.abort": "os.abort",
     "dump_traceback_later": "faulthandler.dump_traceback_later",
 }
+_MOST_NAMES = 6
+# What torch says to a rank that lost a peer, and to one that gave up waiting.
+PEER_LOST = re.compile(
+    r"gloo/transport/.*(closed by peer|reset by peer|Broken pipe)"
+    r"|DistNetworkError: (Broken pipe|Connection reset by peer)"  # of a store
+    r"|Application timeout caused pair closure"
+    r"|ncclRemoteError|remote process exited or there was a network error"
+    r"|Connection was likely closed\. Did the remote server shutdown or crash"
+    r"|connectFullMesh failed.*Connection refused"
+    r"|setup: rank \d+ failed in its setup"  # ddpkit.rank.setup, of another rank
+    r"|Detected at least one rank that exhausted inputs\. Throwing across all ranks",
+    re.DOTALL,
+)
+GAVE_UP = re.compile(
+    r"Timed out waiting \d+ms for (recv|send) operation"
+    r"|RuntimeError: Operation timed out!"
+    r"|Watchdog caught collective operation timeout"
+    r"|wait timeout after \d+ms, keys"
+    r"|RuntimeError: Wait timeout$"  # of a store in a file
+    r"|DistStoreError: Socket Timeout$"  # of torch 2.4
+    r"|client socket has timed out"
+    r"|waiting for clients\. \d+/\d+ clients joined"
+    r"|failed to pass monitoredBarrier"
+)
+# Ranks joined different collectives; none of these texts says which of them is wrong.
+PARTED = re.compile(
+    r"op\.preamble\.length <= op\.nbytes"
+    r"|Detected mismatch between collectives on ranks"
+    r"|Error when verifying shape tensors for collective"
+    r"|appears not to match (sizes|strides) of the same param in process 0"
+    r"|DDP expects same model across all ranks"
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +64,8 @@ class Failure:
     `at_fault`: the ranks that the exception blames, mostly (). `by_thread`: a thread other than the main one ended the
     rank, and `frames` is where the main one was. `released_others`: on its way out the rank joined a collective of
     all, so that others could go on. `nan_in`: the variables of the user's functions on the way that held nan.
+    `without_gradient`: the parameters of which DDP says so. `came_later`: it opened a file
+    that was not there, and that was written after that.
     """
 
     at_ns: int
@@ -46,6 +81,8 @@ class Failure:
     by_thread: bool = False
     released_others: bool = False
     nan_in: tuple[str, ...] = ()
+    without_gradient: tuple[str, ...] = ()
+    came_later: bool = False
 
     @property
     def line_text(self) -> str:
@@ -57,6 +94,17 @@ class Failure:
         """`ValueError: boom`: one line, without what varies between runs."""
         message = shortened(stable(self.message))
         return f"{self.type}: {message}" if message else self.type
+
+    @property
+    def details(self) -> str:
+        """`; it began with KeyError: 'x' (line 3: ...)`, and what else is known beside its text."""
+        said = f"; it began with {self.began_with}" if self.began_with else ""
+        if self.came_later:
+            said += "; that file was written after this, so a barrier is missing before the load"
+        if self.without_gradient:
+            more = ", …" if len(self.without_gradient) > _MOST_NAMES else ""
+            said += f"; no gradient came for {', '.join(self.without_gradient[:_MOST_NAMES])}{more}"
+        return said
 
 
 def read_failure(own: Path, log: Path | None, ended: dict[str, Any], cells: Sources) -> Failure | None:
@@ -96,7 +144,19 @@ def _written_down(record: dict[str, Any], cells: Sources) -> Failure:
         by_thread=record.get("by_thread", False),
         released_others=record.get("let_go", False),
         nan_in=tuple(record.get("nan_in", ())),
+        without_gradient=tuple(record.get("without_gradient", ())),
+        came_later=record.get("came_later", False),
     )
+
+
+def note_files_that_came_later(folder: Path, ranks: Iterable[Path]) -> None:
+    """Look whether the files that ranks did not find were written after that, while the job of `folder` still ran."""
+    cwd = (wire.read_record(folder / wire.JOB) or {}).get("cwd", "")
+    for own in ranks:
+        record = wire.read_record(own / wire.FAILURE) or {}
+        missed = re.search(r"No such file or directory: '(.+)'$", record.get("message", ""))
+        if missed and wire.written_ns(Path(cwd, missed[1])) > record["at_ns"]:
+            wire.write_record(own / wire.FAILURE, record | {"came_later": True})
 
 
 def _first_of(chain: list[dict[str, Any]], cells: Sources) -> str:

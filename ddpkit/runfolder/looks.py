@@ -16,7 +16,8 @@ class Look:
     `state`: the system's word (running, sleeping, stopped, ...). `busy`, `gpu_busy`: the share of a core and of its GPU
     (None without one) in use lately. `silent_s`: seconds since its last progress. `workers`: (pid, stack) of its
     DataLoader's workers, or of other processes that it waits for; `dead_workers`, `stopped_workers`: how many died or are
-    stopped. `inside`: the C++ functions in which it sleeps with the GIL, innermost first. `locked_by`: the rank that holds the file lock it waits for.
+    stopped. `inside`: the C++ functions in which it sleeps with the GIL, innermost first. `locked_by`: the rank that holds
+    the file lock it waits for.
     """
 
     at_ns: int

@@ -110,6 +110,11 @@ class Rank:
         """The frames of the main thread in `stack`, innermost first."""
         return stack_frames(self.stack, self.sources)
 
+    @cached_property
+    def helpers(self) -> list[list[Frame]]:
+        """The frames of its DataLoader's workers, or of other processes that it waits for, innermost first."""
+        return [stack_frames(stack, self.sources) for _pid, stack in (self.look.workers if self.look else ())]
+
     @property
     def frames(self) -> Sequence[Frame]:
         """The frames that it is in or failed in, outermost first."""

@@ -62,10 +62,7 @@ def _is_sure(usual: tuple[Any, ...], made: Sequence[tuple[Any, ...]], exchanges:
     """
     if not isinstance(usual[2], tuple) or exchanges > _ROLES_SHOW_AFTER:
         return True
-    for call in made:
-        if exchanges and call != usual and call[:2] == usual[:2]:
-            return True
-    return False
+    return exchanges > 0 and any(call != usual and call[:2] == usual[:2] for call in made)
 
 
 def by_habit(now: Scene, inside: set[int]) -> Finding | None:
@@ -156,7 +153,4 @@ def _habit_broken_at(steps: Sequence[Step], i: int) -> int:
 
 
 def _comes_again(steps: Sequence[Step], i: int, length: int) -> bool:
-    for j in range(i + 1, len(steps)):
-        if steps[j - length : j + 1] == steps[i - length : i + 1]:
-            return True
-    return False
+    return any(steps[j - length : j + 1] == steps[i - length : i + 1] for j in range(i + 1, len(steps)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ddpkit.runfolder.account import Ending, as_they_stood
-from ddpkit.runfolder.frames import is_joining, stack_frames
+from ddpkit.runfolder.frames import is_joining
 from ddpkit.runfolder.ranks import Rank
 
 from .ends import End, ends, failed_at, sent_by
@@ -260,12 +261,7 @@ def _nobody_waits(now: Scene) -> Finding:
     alive = sorted(now.of_kind("busy", "idle"))
     alike = len({(now.at[number].kind, now.at[number].line) for number in alive}) == 1
     kind = "busy" if now.of_kind("busy") else "silent"
-    if any(_has_a_child_that_joins(place) for place in now.at.values()):
+    helpers = itertools.chain.from_iterable(place.rank.helpers for place in now.at.values())
+    if any(is_joining(frames, once_more=True) for frames in helpers):
         alike, kind = alike and len(alive) == now.size, "spawned"
     return Finding(tuple(alive) if alike else (), "nobody waits", kind, now)
-
-
-def _has_a_child_that_joins(place: Place) -> bool:
-    """Whether a process that a rank started waits in `init_process_group`."""
-    workers = place.rank.look.workers if place.rank.look else ()
-    return any(is_joining(stack_frames(stack, place.rank.sources), once_more=True) for _pid, stack in workers)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from ddpkit.runfolder.failures import LEAVES
-from ddpkit.runfolder.frames import Frame, stack_frames
+from ddpkit.runfolder.frames import Frame
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
 
@@ -44,8 +44,7 @@ def did(rank: Rank) -> str:
         beside = f", while it handled {stable(handled)}" if handled else ""
         return f"left by {LEAVES[failure.type]}, {stable(failure.message).strip()}{in_brackets(failure.where)}{beside}"
     left = f", caught it, and left by {stable(failure.left_by)}" if failure.left_by else ""
-    began = f"; it began with {failure.began_with}" if failure.began_with else ""
-    return f"raised {failure.text.rstrip('.')}{in_brackets(failure.where)}{left}{began}"
+    return f"raised {failure.text.rstrip('.')}{in_brackets(failure.where)}{left}{failure.details}"
 
 
 def did_alike(ranks: Sequence[Rank]) -> str:
@@ -103,10 +102,9 @@ def helper(place: Place) -> str:
         return ""
     if look.dead_workers and place.kind == "loading":
         return " One of its workers has died."
-    for _pid, stack in look.workers:
+    for stack in place.rank.helpers:
         # The outer frames are the rank's own, from before the worker was forked.
-        all_frames = stack_frames(stack, place.rank.sources)
-        frames = itertools.takewhile(lambda frame: not frame.function.endswith(_WORKERS_OWN), all_frames)
+        frames = itertools.takewhile(lambda frame: not frame.function.endswith(_WORKERS_OWN), stack)
         line = next((frame for frame in frames if frame.own), None)
         if line:
             stopped = "stopped (SIGSTOP) " if look.stopped_workers else ""

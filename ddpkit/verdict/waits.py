@@ -71,14 +71,11 @@ class Scene:
         if place.pairwise or call is None:
             return sorted(self.at.keys() & set(peers(place)))
         found = []
-        for number in call.ranks or tuple(self.at):
-            if number in self.at and number != place.rank.rank and not self._has_come_to(number, call):
+        for number in sorted(self.at.keys() & set(call.ranks or self.at) - {place.rank.rank}):
+            # A rank may have joined a later one of the process group.
+            if not any(own.key[:2] == call.key[:2] and own.seq >= call.seq for own in self.calls[number]):
                 found.append(number)
         return found
-
-    def _has_come_to(self, number: int, call: Collective) -> bool:
-        """Whether a rank has joined that collective, or a later one of its process group."""
-        return any(own.key[:2] == call.key[:2] and own.seq >= call.seq for own in self.calls[number])
 
 
 def scene(ranks: Sequence[Rank], at_ns: int | None = None) -> Scene:
