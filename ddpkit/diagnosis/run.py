@@ -123,6 +123,9 @@ def diagnose(ranks: Sequence[Rank], verdict: Verdict, torchrun_log: str = "") ->
     suspects = _suspects(ranks, verdict)
     asked = _asked(suspects, verdict, torchrun_log)
     matches = [*_by_text(asked), *_by_signal(suspects, verdict), *_by_verdict(suspects, verdict)]
+    if verdict.kind == "mismatch" and verdict.culprit is None:
+        # What a rank makes of the bytes of another collective, such as a size of 4e18, has no meaning.
+        matches = [match for match in matches if any(each.verdict == "mismatch" for each in match.page.signatures)]
     best = min(matches, key=lambda m: (m.weight, m.words.distance if m.words else 0, m.page.name), default=None)
     others = []
     for rank in ranks:

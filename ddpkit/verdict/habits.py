@@ -93,10 +93,10 @@ def _only_one_to_leave_a_habit(ways: Histories, inside: set[int]) -> tuple[int, 
     turns: Counter[object] = Counter()
     left, known = [], set()
     for number, calls in ways.items():
-        known |= {call.call for call in calls[:-1]}
+        made = [call.call for call in calls]
+        known |= set(made[:-1])
         for i in _breaks_of_habit(calls):
-            before = [call.call for call in calls[:i]]
-            turn = before[-1], before.count(before[-1])
+            turn = made[i - 1], made[:i].count(made[i - 1])
             turns[turn] += 1
             left.append((number, i, turn))
     odd = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -261,7 +260,8 @@ def _nobody_waits(now: Scene) -> Finding:
     alive = sorted(now.of_kind("busy", "idle"))
     alike = len({(now.at[number].kind, now.at[number].line) for number in alive}) == 1
     kind = "busy" if now.of_kind("busy") else "silent"
-    helpers = itertools.chain.from_iterable(place.rank.helpers for place in now.at.values())
-    if any(is_joining(frames, once_more=True) for frames in helpers):
-        alike, kind = alike and len(alive) == now.size, "spawned"
+    for place in now.at.values():
+        for frames in place.rank.helpers:
+            if is_joining(frames, once_more=True):
+                alike, kind = alike and len(alive) == now.size, "spawned"
     return Finding(tuple(alive) if alike else (), "nobody waits", kind, now)
