@@ -653,6 +653,7 @@ def test_a_wrong_address_explains_the_rank_that_waited_for_it(tmp_path: Path) ->
         ("stale_addresses", None, "restart_meets_old_addresses", "likely"),
         ("shapes_differ", 0, "shapes_differ_between_ranks", "certain"),
         ("silent", 1, "silent_wait", "certain"),
+        ("spawned", 1, "spawn_under_torchrun", "certain"),
         ("agent_killed", None, "agent_killed", "certain"),
         ("ended", None, "ended_from_outside", "certain"),
         ("timed_out", None, "time_limit", "certain"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddpkit.runfolder.account import as_they_stood
-from ddpkit.runfolder.frames import Frame, stack_frames
+from ddpkit.runfolder.frames import Frame
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
 from ddpkit.verdict.phrases import ranks_said
@@ -154,7 +154,7 @@ def _still_row(rank: Rank, place: Place, at_fault: bool) -> Row:
         silent_s=silent_s,
         busy=look.busy if look else None,
         stack=_without_start(rank.stack_frames),
-        workers=tuple(_without_start(stack_frames(stack, {})) for _pid, stack in look.workers) if look else (),
+        workers=tuple(map(_without_start, rank.helpers)),
     )
 
 

@@ -123,6 +123,9 @@ def diagnose(ranks: Sequence[Rank], verdict: Verdict, torchrun_log: str = "") ->
     suspects = _suspects(ranks, verdict)
     asked = _asked(suspects, verdict, torchrun_log)
     matches = [*_by_text(asked), *_by_signal(suspects, verdict), *_by_verdict(suspects, verdict)]
+    if verdict.kind == "mismatch" and verdict.culprit is None:
+        # What a rank makes of the bytes of another collective, such as a size of 4e18, has no meaning.
+        matches = [match for match in matches if any(each.verdict == "mismatch" for each in match.page.signatures)]
     best = min(matches, key=lambda m: (m.weight, m.words.distance if m.words else 0, m.page.name), default=None)
     others = []
     for rank in ranks:
@@ -232,7 +235,7 @@ def _by_verdict(suspects: Sequence[Rank], verdict: Verdict) -> list[_Match]:
             if signature.verdict == "own" and own:
                 found.append(_Match(each, signature, None, tuple(own)))
             elif signature.verdict and signature.verdict == verdict.kind != "own":
-                found.append(_Match(each, signature, None, tuple(seen)))
+                found.append(_Match(each, signature, None, tuple(own if verdict.kind == "too_early" else seen)))
     return found
 
 

@@ -172,7 +172,11 @@ def of_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     found = _reachable(function, [*args, *kwargs.values()])
     names = {k: v for k, v in found.items() if _is_notebooks(v)}
     call = _pickled(name, function, args, kwargs, names)
-    context = {"sources": _sources([function, *names.values()]), "sys_path": [p or os.getcwd() for p in sys.path]}
+    context = {
+        "sources": _sources([function, *names.values()]),
+        "file": getattr(getattr(function, "__code__", None), "co_filename", ""),
+        "sys_path": [p or os.getcwd() for p in sys.path],
+    }
     return Target(
         name if name.isidentifier() else "function",
         ("{folder}/" + wire.FUNCTION_SCRIPT,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -21,6 +22,7 @@ from ddpkit.runfolder import wire
 # Larger tensors are not searched for nan.
 MOST_SEARCHED = 1_000_000
 
+_NO_GRADIENT = re.compile(r"which did not receive grad for rank \d+: (?P<numbers>[\d ]*)(?P<names>[^\d\s][^\n]*)?")
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _ranks_own_pid = 0
 _ranks_own_folder: Path | None = None
@@ -132,8 +134,23 @@ def described(error: BaseException) -> dict[str, Any]:
         "frames": frames,
         "where": _innermost_own(frames) or (frames[-1] if frames else _syntax_error_place(error)),
         "nan_in": _nan_in(trimmed(error.__traceback__)),
+        "without_gradient": _without_gradient(message, error.__traceback__),
         "at_fault": list(getattr(error, "at_fault", ())),
     }
+
+
+def _without_gradient(message: str, traceback: TracebackType | None) -> list[str]:
+    """The parameters that got no gradient, by DDP's message; it has only numbers, unless torch's debug level is INFO."""
+    said = _NO_GRADIENT.search(message)
+    if said is None or said["names"]:
+        return said["names"].split(", ") if said else []
+    while traceback is not None:
+        ddp: Any = traceback.tb_frame.f_locals.get("self")
+        with contextlib.suppress(Exception):
+            names = ddp._build_debug_param_to_name_mapping(ddp._build_params_for_reducer()[0])
+            return [names[int(number)] for number in said["numbers"].split()]
+        traceback = traceback.tb_next
+    return []
 
 
 def _nan_in(traceback: TracebackType | None) -> list[str]:
@@ -210,14 +227,12 @@ def _frame(summary: Any) -> dict[str, Any]:
 
 def is_users_own(file: str) -> bool:
     """Whether `file` is the user's code rather than Python's, an installed package's or ddpkit's."""
-    if file.startswith("<") and not file.startswith("<ipython"):
-        return False
-    return not file.startswith((_PACKAGE, *_installed()))
+    return not file.startswith((_PACKAGE, *_stdlib())) and not wire.is_installed(file)
 
 
 @cache
-def _installed() -> tuple[str, ...]:
-    return tuple({sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "platstdlib", "purelib", "platlib")})
+def _stdlib() -> tuple[str, ...]:
+    return tuple({sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "platstdlib")})
 
 
 def _chain(error: BaseException) -> list[BaseException]:

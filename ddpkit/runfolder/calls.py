@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import wire
-from .frames import Frame
+from .frames import Frame, Sources, read_frame
 
 # Sizes may differ between the ranks that join one of these.
 SIZES_MAY_DIFFER = ("gather", "reduce_scatter", "send", "recv", "alltoall", "all_to_all")
@@ -103,7 +103,7 @@ class Collective:
         """`all_reduce of [1000] Float`."""
         if not self.sizes:
             return self.op
-        shapes = ", ".join(str(list(size)) for size in self.sizes[:2])
+        shapes = ", ".join(str(list(size)) if size else "scalar" for size in self.sizes[:2])
         return f"{self.op} of {shapes} {'/'.join(dict.fromkeys(self.dtypes))}".rstrip()
 
 
@@ -141,34 +141,30 @@ class Made:
     groups_asked: tuple[tuple[int, ...], ...]
 
 
-def read_made(path: Path) -> Made:
+def read_made(path: Path, cells: Sources) -> Made:
     """The calls in the record at `path`, oldest first; none if there is no record."""
     record = wire.read_record(path) or {}
-    collectives, keyed = _collectives(record), record.get("keyed", [])
-    exchanges = _calls(record.get("exchanged", []), "")
+    collectives, keyed = _collectives(record, cells), record.get("keyed", [])
+    exchanges = _calls(record.get("exchanged", []), "", cells)
     return Made(
         collectives,
         calls=tuple(sorted((*collectives, *exchanges), key=lambda call: call.at_ns)),
-        keyed=_calls(keyed, "store"),
+        keyed=_calls(keyed, "store", cells),
         requested=tuple(record.get("requested", ())),
         awaited=tuple(record.get("awaited", ())),
         last_keys=tuple(keyed[-1]["keys"]) if keyed else (),
-        keys_set=_keys_set(record),
+        keys_set=_keys_set(record, cells),
         groups=tuple(map(tuple, record.get("groups", ()))),
         groups_asked=tuple(map(tuple, record.get("groups_asked", ()))),
     )
 
 
-def _keys_set(record: Mapping[str, Any]) -> dict[str, Frame | None]:
+def _keys_set(record: Mapping[str, Any], cells: Sources) -> dict[str, Frame | None]:
     calls = [call for call in record.get("keyed", []) if call["op"] == "set"] + record.get("set_beside", [])
-    return {key: _frame(call["where"]) for call in calls for key in call["keys"]}
+    return {key: read_frame(call["where"], cells) for call in calls for key in call["keys"]}
 
 
-def _frame(where: Mapping[str, Any] | None) -> Frame | None:
-    return Frame(**where) if where else None
-
-
-def _calls(entries: Sequence[Mapping[str, Any]], group: str) -> tuple[Collective, ...]:
+def _calls(entries: Sequence[Mapping[str, Any]], group: str, cells: Sources) -> tuple[Collective, ...]:
     """A record's sends and receives (`group` is ""), or its calls of a store."""
     return tuple(
         Collective(
@@ -179,14 +175,14 @@ def _calls(entries: Sequence[Mapping[str, Any]], group: str) -> tuple[Collective
             ranks=() if entry.get("peer") is None else (entry["peer"],),
             at_ns=entry["at_ns"],
             done=True,
-            where=_frame(entry["where"]),
+            where=read_frame(entry["where"], cells),
             tag=entry.get("tag", 0),
         )
         for number, entry in enumerate(entries, 1)
     )
 
 
-def _collectives(record: Mapping[str, Any]) -> tuple[Collective, ...]:
+def _collectives(record: Mapping[str, Any], cells: Sources) -> tuple[Collective, ...]:
     """The collectives of a record, without its sends and receives."""
     last: dict[str, int] = {}
     setups: Counter[str] = Counter()
@@ -195,11 +191,11 @@ def _collectives(record: Mapping[str, Any]) -> tuple[Collective, ...]:
         if not entry["p2p"]:
             setups[entry["group"]] += entry["seq"] < last.get(entry["group"], 0)
             last[entry["group"]] = entry["seq"]
-            found.append(_collective(entry, setups[entry["group"]]))
+            found.append(_collective(entry, setups[entry["group"]], cells))
     return tuple(found)
 
 
-def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
+def _collective(entry: Mapping[str, Any], setup: int, cells: Sources) -> Collective:
     return Collective(
         setup=setup,
         seq=entry["seq"],
@@ -211,7 +207,7 @@ def _collective(entry: Mapping[str, Any], setup: int) -> Collective:
         dtypes=tuple(entry["dtypes"]),
         at_ns=entry["at_ns"],
         done=entry["done"],
-        where=_frame(entry["where"]),
+        where=read_frame(entry["where"], cells),
         backend=entry.get("backend", ""),
         root=entry.get("root"),
         brings=entry.get("brings"),

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import itertools
 import linecache
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import tokenize
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from . import wire
 
 _FRAME = re.compile(
     r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$(?:\n    (?P<source>\S.*)$)?', re.MULTILINE
 )
-# "<string>" is the code that Python makes up for a spawned process.
-_NOT_OWN = re.compile(
-    r"site-packages|dist-packages|/lib/python|<frozen|<string>|[/\\]ddpkit[/\\](rank|recorder|processes)[/\\]"
-)
+_NOT_OWN = re.compile(r"/lib/python|[/\\]ddpkit[/\\](rank|recorder|processes)[/\\]")
+_IN_A_CELL = re.compile(r"ipykernel_\d+[/\\]|<ipython-input")
+# A longer statement is not quoted as a whole.
+_MOST_OF_A_STATEMENT = 200
 # The spaces before a comment that is aligned with others.
 _ALIGNED = re.compile(r"\s{3,}(?=#)")
 _FOR_A_THREAD = re.compile(r"(threading|queue|futures[/\\]\w+)\.py$")
@@ -38,13 +43,17 @@ _TRAINS = re.compile(r"torch.distributed.|_engine_run_backward")
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a traceback. `own`: the user's code rather than Python's, a package's or ddpkit's."""
+    """One line of a traceback, with its whole statement as `source`.
+
+    `own`: the user's code rather than Python's, a package's or ddpkit's. `elsewhere`: in another file than the launched one.
+    """
 
     file: str
     line: int
     function: str
     source: str
     own: bool = True
+    elsewhere: bool = False
 
     @property
     def name(self) -> str:
@@ -53,13 +62,85 @@ class Frame:
 
     @property
     def text(self) -> str:
-        """`line 19: loss = net(x).mean()`, counted as in the cell or script."""
-        if self.source:
-            return f"line {self.line}: {_ALIGNED.sub('  ', self.source)}"
-        return f"line {self.line} of {Path(self.file).name}"
+        """`line 19: loss = net(x).mean()`, or `line 3 of data.py: ...` if that is not the launched file."""
+        where = f"line {self.line}"
+        if self.elsewhere or not self.source:
+            where += f" of {Path(self.file).name}"
+        return f"{where}: {_ALIGNED.sub('  ', self.source)}" if self.source else where
 
 
-def stack_frames(dump: str, cells: dict[str, str]) -> list[Frame]:
+class Sources(dict[str, str]):
+    """The texts that a job ran, by file name; `launched`: the files that it was launched with (empty: not known)."""
+
+    launched: frozenset[str] = frozenset()
+
+
+def sources(folder: Path) -> Sources:
+    """The texts that the job of a run folder ran, by file name: its script or cells, and the user's modules."""
+    spec, called = wire.read_record(folder / wire.JOB) or {}, wire.read_record(folder / wire.CALL_CONTEXT) or {}
+    script, program, cells = spec.get("script", ""), spec.get("program", ""), called.get("sources", {})
+    own = {program: wire.read_text(folder / script)} if script and program else {}
+    found = Sources(own | (wire.read_record(folder / wire.SOURCES) or {}) | cells)
+    # An older ddpkit did not record the file of a function.
+    if called.get("file") or not called:
+        found.launched = frozenset(filter(None, (program, called.get("file"), *cells)))
+    return found
+
+
+def read_frame(record: Mapping[str, Any] | None, cells: Sources) -> Frame | None:
+    """The line of a record; None for None."""
+    return _completed(Frame(**record), cells) if record else None
+
+
+def _completed(frame: Frame, cells: Sources) -> Frame:
+    """The same line, with its whole statement, and whether its file is another than the launched one."""
+    elsewhere = bool(cells.launched) and frame.file not in cells.launched and not _IN_A_CELL.search(frame.file)
+    source = frame.source
+    # The file may have changed since.
+    if frame.own and source and _source_line(frame.file, frame.line, cells) == source:
+        text = cells.get(frame.file) or "".join(linecache.getlines(frame.file))
+        source = _statement(text, frame.line) or source
+    return replace(frame, source=source, elsewhere=elsewhere)
+
+
+@lru_cache(maxsize=1024)
+def _statement(text: str, line: int) -> str:
+    """The statement around a line, on one line and without comments; of a loop or an `if`, its head.
+
+    "" if the statement has one line only, is very long, or cannot be read.
+    """
+    own: ast.stmt | None = None
+    for node in nodes_of(text):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
+            own = node  # inner nodes come later
+    if own is None:
+        return ""
+    body: list[ast.stmt] = getattr(own, "body", [])
+    last = body[0].lineno - 1 if body else own.end_lineno or 0
+    if last <= own.lineno or line > last:
+        return ""
+    lines = text.splitlines()[own.lineno - 1 : last]
+    try:
+        for token in tokenize.generate_tokens(io.StringIO("\n".join(lines) + "\n").readline):
+            if token.type == tokenize.COMMENT:
+                lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    except (tokenize.TokenError, SyntaxError):
+        pass  # the head of a loop has no end
+    joined = " ".join(filter(None, map(str.strip, lines)))
+    joined = re.sub(r"(?<=[(\[{]) |,? (?=[)\]}])", "", joined)
+    return joined if len(joined) <= _MOST_OF_A_STATEMENT else ""
+
+
+@lru_cache(maxsize=64)
+def nodes_of(text: str) -> list[ast.AST]:
+    """The syntax tree of a Python text, outer nodes first; empty if it is none."""
+    try:
+        return list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError):
+        return []
+
+
+def stack_frames(dump: str, cells: Sources) -> list[Frame]:
     """The frames of the main thread, or of the one that crashed, innermost first.
 
     If the main thread only waits for a thread that trains, the frames of that thread.
@@ -96,17 +177,18 @@ def _match(frames: Iterable[Frame], pattern: re.Pattern[str]) -> bool:
     return any(pattern.search(f"{frame.file} {frame.function}") for frame in frames)
 
 
-def _frames(thread: str, cells: dict[str, str]) -> list[Frame]:
+def _frames(thread: str, cells: Sources) -> list[Frame]:
     frames = []
     for found in _FRAME.finditer(thread):
         file, line, function = found["file"], int(found["line"]), found["function"]
-        frames.append(Frame(file, line, function, found["source"] or _source_line(file, line, cells), is_own(file)))
+        source = found["source"] or _source_line(file, line, cells)
+        frames.append(_completed(Frame(file, line, function, source, is_own(file)), cells))
     return frames
 
 
 def is_own(file: str) -> bool:
     """Whether `file` is the user's code rather than Python's, a package's or ddpkit's."""
-    return not _NOT_OWN.search(file) and Path(file).name != wire.FUNCTION_SCRIPT
+    return not wire.is_installed(file) and not _NOT_OWN.search(file) and Path(file).name != wire.FUNCTION_SCRIPT
 
 
 def _waits_for_a_thread(frames: Sequence[Frame]) -> bool:
@@ -116,7 +198,7 @@ def _waits_for_a_thread(frames: Sequence[Frame]) -> bool:
     return bool(_FOR_A_THREAD.search(inner[0].file)) and not _match(inner, _LOADER)
 
 
-def with_sources(dump: str, cells: dict[str, str]) -> str:
+def with_sources(dump: str, cells: Sources) -> str:
     """`dump` with the source line below each frame: the file may change before it is read again."""
 
     def with_source(found: re.Match[str]) -> str:
@@ -127,7 +209,7 @@ def with_sources(dump: str, cells: dict[str, str]) -> str:
     return _FRAME.sub(with_source, dump)
 
 
-def _source_line(file: str, line: int, cells: dict[str, str]) -> str:
+def _source_line(file: str, line: int, cells: Sources) -> str:
     linecache.checkcache(file)
     lines = cells[file].splitlines() if file in cells else linecache.getlines(file)
     return lines[line - 1].strip() if 0 < line <= len(lines) else ""

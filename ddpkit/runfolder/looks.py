@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import wire
-from .frames import Frame
+from .frames import Frame, Sources, read_frame
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,10 @@ class Look:
     """What a look saw of a living rank; `why` ddpkit looked: "stall", "timeout" or "failure".
 
     `state`: the system's word (running, sleeping, stopped, ...). `busy`, `gpu_busy`: the share of a core and of its GPU
-    (None without one) in use lately. `silent_s`: seconds since its last progress. `workers`: its DataLoader workers'
-    (pid, stack); `dead_workers`, `stopped_workers`: how many died or are stopped. `inside`: the C++ functions in which
-    it sleeps with the GIL, innermost first. `locked_by`: the rank that holds the file lock it waits for.
+    (None without one) in use lately. `silent_s`: seconds since its last progress. `workers`: (pid, stack) of its
+    DataLoader's workers, or of other processes that it waits for; `dead_workers`, `stopped_workers`: how many died or are
+    stopped. `inside`: the C++ functions in which it sleeps with the GIL, innermost first. `locked_by`: the rank that holds
+    the file lock it waits for.
     """
 
     at_ns: int
@@ -53,10 +54,9 @@ def read_look(path: Path) -> Look | None:
     return Look(**{**known, "workers": workers, "inside": tuple(record.get("inside", ()))})
 
 
-def read_joining(path: Path) -> Joining | None:
+def read_joining(path: Path, cells: Sources) -> Joining | None:
     """The attempt to join recorded at `path`; None if there is none."""
     record = wire.read_record(path)
     if record is None:
         return None
-    where = record.get("where")
-    return Joining(**{**record, "where": Frame(**where) if where else None})
+    return Joining(**{**record, "where": read_frame(record.get("where"), cells)})

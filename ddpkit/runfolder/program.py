@@ -11,7 +11,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from . import wire
-from .ranks import Rank, sources
+from .frames import nodes_of, sources
+from .ranks import Rank
 
 _LEAVES = re.compile(r"\b_?exit$|\babort$")
 _SIMPLE = ast.Compare | ast.BoolOp | ast.UnaryOp | ast.BinOp | ast.Call | ast.Subscript | ast.Name | ast.Attribute
@@ -75,10 +76,7 @@ class _File:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        try:
-            return list(ast.walk(ast.parse(self.text)))
-        except (SyntaxError, ValueError):
-            return []
+        return nodes_of(self.text)
 
     def loops_around(self, line: int) -> list[int]:
         """The first lines of the loops whose body has that line, innermost first."""

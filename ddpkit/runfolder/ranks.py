@@ -13,7 +13,7 @@ from . import wire
 from .calls import Collective, Made, given_up_by_watchdog, read_made
 from .failures import LEAVES, Failure, read_failure
 from .folders import log_folder, log_text
-from .frames import Frame, stack_frames
+from .frames import Frame, Sources, read_frame, sources, stack_frames
 from .looks import Joining, Look, read_joining, read_look
 from .stable import shortened, stable
 
@@ -100,10 +100,20 @@ class Rank:
         """The Python stacks of the last look, or of its crash; "" if there are none."""
         return wire.read_text(self.folder / wire.STACK) or wire.read_text(self.folder / wire.CRASH)
 
+    @property
+    def sources(self) -> Sources:
+        """The texts that its job ran."""
+        return sources(self.folder.parents[2])
+
     @cached_property
     def stack_frames(self) -> list[Frame]:
         """The frames of the main thread in `stack`, innermost first."""
-        return stack_frames(self.stack, sources(self.folder.parents[2]))
+        return stack_frames(self.stack, self.sources)
+
+    @cached_property
+    def helpers(self) -> list[list[Frame]]:
+        """The frames of its DataLoader's workers, or of other processes that it waits for, innermost first."""
+        return [stack_frames(stack, self.sources) for _pid, stack in (self.look.workers if self.look else ())]
 
     @property
     def frames(self) -> Sequence[Frame]:
@@ -133,7 +143,7 @@ class Rank:
     @cached_property
     def joining(self) -> Joining | None:
         """How it tried to join its process group; None if it never called `init_process_group`."""
-        return read_joining(self.folder / wire.JOINING)
+        return read_joining(self.folder / wire.JOINING, self.sources)
 
     @cached_property
     def store(self) -> str:
@@ -150,7 +160,7 @@ class Rank:
         """Its calls as last recorded: when it was asked, or as it failed or ended."""
         asked, own = self.folder / wire.COLLECTIVES_ASKED, self.folder / wire.COLLECTIVES
         ended = self.failure is not None or self.exitcode == 0
-        return read_made(own if (ended and own.exists()) or not asked.exists() else asked)
+        return read_made(own if (ended and own.exists()) or not asked.exists() else asked, self.sources)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -192,7 +202,7 @@ class Rank:
     def signals_sent(self) -> dict[tuple[int | None, str], Frame | None]:
         """The signals that it sent by `os.kill`: (pid, name) to the line."""
         sent = (wire.read_record(self.folder / wire.SENT) or {}).get("sent", ())
-        return {(s["pid"], s["signal"]): Frame(**s["where"]) if s["where"] else None for s in sent}
+        return {(s["pid"], s["signal"]): read_frame(s["where"], self.sources) for s in sent}
 
     @cached_property
     def handling(self) -> str:
@@ -207,7 +217,8 @@ class Rank:
         if not handled or handled["type"] in _ORDINARY:
             return ""
         said = f"{handled['type']}: {shortened(stable(handled['message']))}".rstrip(": ")
-        return f"{said} ({Frame(**handled['where']).text})" if handled["where"] else said
+        where = read_frame(handled["where"], self.sources)
+        return f"{said} ({where.text})" if where else said
 
     @property
     def collective(self) -> Collective | None:
@@ -261,7 +272,6 @@ def _read_rank(folder: Path, own: Path) -> Rank:
     local_rank = started.get("local_rank", rank)
     log = log_folder(folder, attempt, local_rank)
     finished = wire.read_record(own / wire.FINISHED) or {}
-    left_at = finished.get("left_at")
     return Rank(
         rank=rank,
         local_rank=local_rank,
@@ -270,7 +280,7 @@ def _read_rank(folder: Path, own: Path) -> Rank:
         log_folder=log,
         started_ns=started.get("at_ns"),
         finished_ns=finished.get("at_ns"),
-        left_at=Frame(**left_at) if left_at else None,
+        left_at=read_frame(finished.get("left_at"), sources(folder)),
         ended_ns=ended.get("at_ns"),
         pid=started.get("pid"),
         stack_signal=started.get("stack_signal"),
@@ -286,12 +296,3 @@ def _read_rank(folder: Path, own: Path) -> Rank:
         failure=read_failure(own, log, ended, sources(folder)),
         peak_rss_mib=ended.get("peak_rss_mib"),
     )
-
-
-def sources(folder: Path) -> dict[str, str]:
-    """The texts that the job ran, by file name: its script or cells, and the user's modules."""
-    spec = wire.read_record(folder / wire.JOB) or {}
-    script, program = spec.get("script", ""), spec.get("program", "")
-    own = {program: wire.read_text(folder / script)} if script and program else {}
-    own |= wire.read_record(folder / wire.SOURCES) or {}
-    return own | (wire.read_record(folder / wire.CALL_CONTEXT) or {}).get("sources", {})

@@ -37,14 +37,22 @@ def stable(text: str) -> str:
 def shortened(text: str, length: int = 160) -> str:
     """The first line of `text`, cut between words to `length` characters.
 
-    If it only announces a child's exception, the last line is added; if it ends in a colon, the second.
+    If it only announces a child's exception, the last line is added; if it ends in a colon, the second, or the next three
+    that have colons themselves, such as "Missing key(s) in state_dict: ..." and "Unexpected key(s) ...".
     """
     lines = text.strip().splitlines()
     first = lines[0].strip() if lines else ""
     if _ANNOUNCES.search(first) and len(lines) > 1:
         first = f"{first} {lines[-1].strip()}"
     elif first.endswith(":") and len(lines) > 1:
+        rest = [line.strip() for line in lines[1:4] if ": " in line]
+        if len(rest) > 1:
+            return " ".join([first, *(_cut(line, length // 2) for line in rest)])
         first = f"{first} {lines[1].strip()}"
+    return _cut(first, length)
+
+
+def _cut(first: str, length: int) -> str:
     if len(first) <= length:
         return first
     cut = first[: length - 1]

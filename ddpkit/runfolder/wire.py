@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,8 @@ COLLECTIVES = "collectives.json"
 COLLECTIVES_ASKED = "collectives_asked.json"
 LOOK = "look.json"
 
+_OF_A_PACKAGE = re.compile(r"^<(?!ipython)[^/\\]*$|[/\\](site|dist)-packages[/\\]|[/\\]torchinductor_")
+
 # The known parts of a rank's memory; the rest of the peak are activations and temporaries.
 MEMORY_PARTS = ("parameters", "gradients", "optimizer state", "DDP buckets")
 
@@ -156,6 +160,22 @@ def written_ns(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
+
+
+@cache
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to an installed package, or is code that a package generated."""
+    return bool(_OF_A_PACKAGE.search(file)) or any(file in _installed_in(folder) for folder in Path(file).parents)
+
+
+@cache
+def _installed_in(folder: Path) -> set[str]:
+    """The files that `pip install --target` put into a folder."""
+    found = set()
+    for record in folder.glob("*.dist-info/RECORD"):
+        for line in read_text(record).splitlines():
+            found.add(os.path.join(folder, line.partition(",")[0]))
+    return found
 
 
 def give_up_ballast(inside: Path) -> None:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from ddpkit.runfolder.calls import Collective
-from ddpkit.runfolder.failures import LEAVES, Failure
+from ddpkit.runfolder.calls import Collective, first_split
+from ddpkit.runfolder.failures import GAVE_UP, LEAVES, PARTED, PEER_LOST, Failure
 from ddpkit.runfolder.frames import Frame, ends_in_torch
 from ddpkit.runfolder.ranks import Rank
 
@@ -15,36 +15,6 @@ from .places import STILL_FROM_S, WAITS_FROM_S, place_of
 
 End = Literal["passed", "own", "parted", "peer_lost", "gave_up", "reported", "was_ended", "unknown"]
 
-PEER_LOST = re.compile(
-    r"gloo/transport/.*(closed by peer|reset by peer|Broken pipe)"
-    r"|DistNetworkError: (Broken pipe|Connection reset by peer)"  # of a store
-    r"|Application timeout caused pair closure"
-    r"|ncclRemoteError|remote process exited or there was a network error"
-    r"|Connection was likely closed\. Did the remote server shutdown or crash"
-    r"|connectFullMesh failed.*Connection refused"
-    r"|setup: rank \d+ failed in its setup"  # ddpkit.rank.setup, of another rank
-    r"|Detected at least one rank that exhausted inputs\. Throwing across all ranks",
-    re.DOTALL,
-)
-GAVE_UP = re.compile(
-    r"Timed out waiting \d+ms for (recv|send) operation"
-    r"|RuntimeError: Operation timed out!"
-    r"|Watchdog caught collective operation timeout"
-    r"|wait timeout after \d+ms, keys"
-    r"|RuntimeError: Wait timeout$"  # of a store in a file
-    r"|DistStoreError: Socket Timeout$"  # of torch 2.4
-    r"|client socket has timed out"
-    r"|waiting for clients\. \d+/\d+ clients joined"
-    r"|failed to pass monitoredBarrier"
-)
-# Ranks joined different collectives; none of these texts says which of them is wrong.
-PARTED = re.compile(
-    r"op\.preamble\.length <= op\.nbytes"
-    r"|Detected mismatch between collectives on ranks"
-    r"|Error when verifying shape tensors for collective"
-    r"|appears not to match (sizes|strides) of the same param in process 0"
-    r"|DDP expects same model across all ranks"
-)
 # torch.distributed.checkpoint raises on every rank the errors of some; with `reduce_fun`, the error of the combined result.
 FAILED_IN_CHECKPOINT = re.compile(r"^CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)(?!.*reduce_fun\()", re.DOTALL)
 # What a program raises on a healthy rank to report that another rank has failed.
@@ -78,6 +48,8 @@ def end_of(rank: Rank, ranks: Sequence[Rank]) -> End:
         return end
     if ended_its_own_wait(rank, ranks):
         return "gave_up"
+    if _met_another_collective(rank, ranks):
+        return "parted"
     loss = returned_alone(rank, ranks)
     return loss[0] if loss else "own"
 
@@ -154,6 +126,17 @@ def ended_its_own_wait(rank: Rank, ranks: Sequence[Rank]) -> bool:
         return False
     joined = [other.joined(here.collective) for other in members(here.collective, ranks)]
     return any(theirs is None or not theirs.matches(here.collective) for theirs in joined)
+
+
+def _met_another_collective(rank: Rank, ranks: Sequence[Rank]) -> bool:
+    """Whether torch.distributed failed in a rank, in or after a collective that another rank had joined as a different one.
+
+    Example: rank 0 joins all_gather #1, rank 1 all_gather_object #1; rank 1 reads a size of 4e18 bytes, and runs out of memory.
+    """
+    if rank.failure is None or not ends_in_torch(rank.failure.frames):
+        return False
+    split = first_split({other.rank: other.collectives for other in ranks})
+    return rank.rank in split and split[rank.rank].at_ns <= rank.failure.at_ns
 
 
 def members(call: Collective, ranks: Sequence[Rank]) -> list[Rank]:

@@ -62,10 +62,7 @@ def _is_sure(usual: tuple[Any, ...], made: Sequence[tuple[Any, ...]], exchanges:
     """
     if not isinstance(usual[2], tuple) or exchanges > _ROLES_SHOW_AFTER:
         return True
-    for call in made:
-        if exchanges and call != usual and call[:2] == usual[:2]:
-            return True
-    return False
+    return exchanges > 0 and any(call != usual and call[:2] == usual[:2] for call in made)
 
 
 def by_habit(now: Scene, inside: set[int]) -> Finding | None:
@@ -96,10 +93,10 @@ def _only_one_to_leave_a_habit(ways: Histories, inside: set[int]) -> tuple[int, 
     turns: Counter[object] = Counter()
     left, known = [], set()
     for number, calls in ways.items():
-        known |= {call.call for call in calls[:-1]}
+        made = [call.call for call in calls]
+        known |= set(made[:-1])
         for i in _breaks_of_habit(calls):
-            before = [call.call for call in calls[:i]]
-            turn = before[-1], before.count(before[-1])
+            turn = made[i - 1], made[:i].count(made[i - 1])
             turns[turn] += 1
             left.append((number, i, turn))
     odd = {}
@@ -156,7 +153,4 @@ def _habit_broken_at(steps: Sequence[Step], i: int) -> int:
 
 
 def _comes_again(steps: Sequence[Step], i: int, length: int) -> bool:
-    for j in range(i + 1, len(steps)):
-        if steps[j - length : j + 1] == steps[i - length : i + 1]:
-            return True
-    return False
+    return any(steps[j - length : j + 1] == steps[i - length : i + 1] for j in range(i + 1, len(steps)))

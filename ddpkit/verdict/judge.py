@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ddpkit.runfolder.account import Ending, as_they_stood
+from ddpkit.runfolder.frames import is_joining
 from ddpkit.runfolder.ranks import Rank
 
 from .ends import End, ends, failed_at, sent_by
@@ -101,6 +102,9 @@ def _among_hurt(ranks: Sequence[Rank], hurt: Sequence[Rank], ended: Mapping[int,
         quiet = numbers_of(rank for rank in ranks if rank not in hurt)
         kind = "told_by_others" if len(quiet) == 1 else "unknown"
         return Finding(quiet if len(quiet) == 1 else (), "reported", kind, others=(victim.rank,))
+    now = scene(ranks)
+    if found := by_groups(now, set(now.at)):
+        return found
     moment = first_given_up(ranks, ended)
     left = () if moment else _had_left(victim, ranks, ended)
     found = Finding(left, "left", "left_early", others=(victim.rank,)) if left else _by_questions_2_and_3(ranks, moment)
@@ -256,4 +260,8 @@ def _nobody_waits(now: Scene) -> Finding:
     alive = sorted(now.of_kind("busy", "idle"))
     alike = len({(now.at[number].kind, now.at[number].line) for number in alive}) == 1
     kind = "busy" if now.of_kind("busy") else "silent"
+    for place in now.at.values():
+        for frames in place.rank.helpers:
+            if is_joining(frames, once_more=True):
+                alike, kind = alike and len(alive) == now.size, "spawned"
     return Finding(tuple(alive) if alike else (), "nobody waits", kind, now)

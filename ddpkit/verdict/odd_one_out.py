@@ -34,20 +34,25 @@ def odd_one(now: Scene, everyone: bool = False) -> Finding:
 def by_groups(now: Scene, inside: set[int]) -> Finding | None:
     """The ranks whose `new_group` names other ranks than most; nobody, if each rank names a group with itself in it.
 
+    A rank must be in `new_group`, or wait in that group.
+
     Example: ranks 0, 1 and 3 call new_group([0, 1, 2]), rank 2 calls new_group([0, 1]): rank 2.
     """
-    if not any(is_in(place.rank.frames, "_new_group_with_tag") for place in now.at.values()):
-        return None
     for asked in zip_longest(*(place.rank.made.groups_asked for place in now.at.values())):
         named = dict(zip(now.at, asked, strict=True))
         if len(set(asked)) == 1:
             continue
-        own, said = True, []
+        own, held_up, said = True, False, []
         for number, ranks in named.items():
+            place = now.at[number]
+            used = place.collective is not None and place.collective.ranks == ranks
+            held_up = held_up or used or is_in(place.rank.frames, "_new_group_with_tag")
             own = own and ranks is not None and number in ranks
             said.append(f"rank {number} named {'no further group' if ranks is None else list(ranks) or 'all'}")
         odd = () if own else minority(named)
         kind = "never_joined" if odd and set(map(named.get, odd)) == {None} else "mismatch"
+        if not held_up:
+            return None
         return Finding(odd, "groups", kind, now, detail="; ".join(said)) if odd or None not in asked else None
     return None
 

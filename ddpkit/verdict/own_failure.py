@@ -36,7 +36,8 @@ def by_own_failure(own: Sequence[Rank], ranks: Sequence[Rank]) -> Finding:
     released_others = first.failure is not None and first.failure.released_others
     if later and failed_at(later[0]) - failed_at(first) < _TIE_NS and not released_others:
         return Finding((), "tie", "tie", others=numbers_of([first, later[0]]))
-    return Finding((first.rank,), "first", "own", others=numbers_of(later[:1]))
+    kind = "too_early" if first.failure and first.failure.came_later else "own"
+    return Finding((first.rank,), "first", kind, others=numbers_of(later[:1]))
 
 
 def _by_a_thread(own: Sequence[Rank], ranks: Sequence[Rank]) -> Finding | None:

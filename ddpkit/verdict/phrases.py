@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from ddpkit.runfolder.failures import LEAVES
-from ddpkit.runfolder.frames import Frame, stack_frames
+from ddpkit.runfolder.frames import Frame
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
 
@@ -44,7 +44,7 @@ def did(rank: Rank) -> str:
         beside = f", while it handled {stable(handled)}" if handled else ""
         return f"left by {LEAVES[failure.type]}, {stable(failure.message).strip()}{in_brackets(failure.where)}{beside}"
     left = f", caught it, and left by {stable(failure.left_by)}" if failure.left_by else ""
-    return f"raised {failure.text.rstrip('.')}{in_brackets(failure.where)}{left}"
+    return f"raised {failure.text.rstrip('.')}{in_brackets(failure.where)}{left}{failure.details}"
 
 
 def did_alike(ranks: Sequence[Rank]) -> str:
@@ -98,15 +98,16 @@ def helper(place: Place) -> str:
     look, died_of = place.rank.look, place.rank.thread_died_of
     if place.kind == "idle" and died_of:
         return f" One of its threads died with {died_of}."
-    if look is None or place.kind != "loading":
+    if look is None or place.kind not in ("loading", "idle"):
         return ""
-    if look.dead_workers:
+    if look.dead_workers and place.kind == "loading":
         return " One of its workers has died."
-    for _pid, stack in look.workers:
+    for stack in place.rank.helpers:
         # The outer frames are the rank's own, from before the worker was forked.
-        frames = itertools.takewhile(lambda frame: not frame.function.endswith(_WORKERS_OWN), stack_frames(stack, {}))
+        frames = itertools.takewhile(lambda frame: not frame.function.endswith(_WORKERS_OWN), stack)
         line = next((frame for frame in frames if frame.own), None)
         if line:
             stopped = "stopped (SIGSTOP) " if look.stopped_workers else ""
-            return f" Its worker is {stopped}in {line.function}, {line.text}."
+            worker = "Its worker" if place.kind == "loading" else "A process that it started"
+            return f" {worker} is {stopped}in {line.function}, {line.text}."
     return ""

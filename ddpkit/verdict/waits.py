@@ -10,7 +10,7 @@ from functools import cached_property
 
 from ddpkit.runfolder.calls import Collective, Together, first_split
 from ddpkit.runfolder.program import Program
-from ddpkit.runfolder.ranks import Rank, sources
+from ddpkit.runfolder.ranks import Rank
 
 from .ends import End, failed_at, own_end, returned_alone
 from .places import Kind, Place, awaits, makes_a_store, peers, place_of
@@ -30,7 +30,7 @@ class Scene:
     def program(self) -> Program:
         """The source of what the ranks ran."""
         first = next(iter(self.at.values()))
-        return Program(sources(first.rank.folder.parents[2]))
+        return Program(first.rank.sources)
 
     def loops(self, call: Collective) -> list[str]:
         """The loops around a call, the innermost first."""
@@ -71,14 +71,11 @@ class Scene:
         if place.pairwise or call is None:
             return sorted(self.at.keys() & set(peers(place)))
         found = []
-        for number in call.ranks or tuple(self.at):
-            if number in self.at and number != place.rank.rank and not self._has_come_to(number, call):
+        for number in sorted(self.at.keys() & set(call.ranks or self.at) - {place.rank.rank}):
+            # A rank may have joined a later one of the process group.
+            if not any(own.key[:2] == call.key[:2] and own.seq >= call.seq for own in self.calls[number]):
                 found.append(number)
         return found
-
-    def _has_come_to(self, number: int, call: Collective) -> bool:
-        """Whether a rank has joined that collective, or a later one of its process group."""
-        return any(own.key[:2] == call.key[:2] and own.seq >= call.seq for own in self.calls[number])
 
 
 def scene(ranks: Sequence[Rank], at_ns: int | None = None) -> Scene:

@@ -118,7 +118,10 @@ def _reported(f: Facts) -> str:
 
 def _differs(f: Facts) -> str:
     if not f.found.ranks:
-        return _UNTOLD
+        all_groups = (
+            "Every rank must make all groups, also those that it is not in. " if f.found.rule == "groups" else ""
+        )
+        return all_groups + _UNTOLD
     return "no two of them agree." if f.who == "every rank" else f"{_do(f.found.ranks, 'differs', 'differ')} from most."
 
 
@@ -202,7 +205,20 @@ def _loop(f: Facts) -> str:
     now, loop = f.found.now, f.found.detail
     in_it = now is not None and loop in now.loops(f.found.calls[f.found.ranks[0]])
     said = _do(f.found.ranks, *(("is still in", "are still in") if in_it else ("has left", "have left")))
-    return f"{said} the loop in line {loop.rpartition(':')[2]}."
+    inner = next(call for call in f.found.calls.values() if now and loop in now.loops(call))
+    file, _, line = loop.rpartition(":")
+    other_file = f" of {Path(file).name}" if inner.where and inner.where.elsewhere else ""
+    return f"{said} the loop in line {line}{other_file}; {_turns(f, inner)}."
+
+
+def _turns(f: Facts, call: Collective) -> str:
+    """`rank 0 called all_reduce there 8 times, rank 1 7 times`: up to where the ranks parted."""
+    said: list[str] = []
+    for number, last in sorted(f.found.calls.items()):
+        calls = f.found.now.calls[number] if f.found.now else ()
+        times = sum(own.call == call.call and own.at_ns <= last.at_ns for own in calls)
+        said.append(f"rank {number} {'' if said else f'called {call.op} there '}{times} time{'s' * (times != 1)}")
+    return ", ".join(said)
 
 
 def _call(f: Facts, number: int | None = None) -> str:

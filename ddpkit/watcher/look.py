@@ -26,7 +26,7 @@ from ddpkit.machine import devices
 from ddpkit.processes.agent import handles, signal_rank
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.frames import with_sources
-from ddpkit.runfolder.ranks import Rank, sources
+from ddpkit.runfolder.ranks import Rank
 
 from . import file_locks
 
@@ -37,7 +37,8 @@ SPY_WITHIN_S = 2.5
 # py-spy reads the symbols of all of torch: half a second, or several on a busy machine.
 SPY_NATIVE_WITHIN_S = 10.0
 MOST_WORKERS = 8
-_IN_LOADER = f"torch{os.sep}utils{os.sep}data{os.sep}dataloader.py"
+# In a DataLoader, or in a wait for processes that the rank has started.
+_WITH_CHILDREN = re.compile(r"torch.utils.data.dataloader\.py|multiprocessing.(spawn|process|popen_\w+|pool)\.py")
 
 
 Thread = Mapping[str, Any]
@@ -63,7 +64,7 @@ def look(
     on_gpu = devices.device_busy(list(living))
     locked_by = file_locks.locked_by(spied)
     for pid, rank in living.items():
-        children = list(map(state_of, _children_in_a_loader(rank)))
+        children = list(map(state_of, _children_waited_for(rank)))
         sleeps_with_the_gil = pid in spied and _has_the_gil(spied[pid]) and states[pid] == psutil.STATUS_SLEEPING
         holder = living.get(locked_by.get(pid, 0))
         record = {
@@ -101,7 +102,7 @@ def _gather(living: Mapping[int, Rank], states: Mapping[int, str], spied: Mappin
     gather_collectives(awake, unable)
     for rank in living.values():
         path = rank.folder / wire.STACK
-        _write(path, with_sources(wire.read_text(path), sources(rank.folder.parents[2])))
+        _write(path, with_sources(wire.read_text(path), rank.sources))
 
 
 def withdraw(ranks: Sequence[Rank]) -> None:
@@ -230,14 +231,13 @@ def _write(path: Path, text: str) -> None:
 
 
 def _workers_of(rank: Rank) -> dict[int, str]:
-    """The stacks of the DataLoader workers that this rank waits for, by pid."""
-    spied = spied_threads(_children_in_a_loader(rank)[:MOST_WORKERS])
-    cells = sources(rank.folder.parents[2])
-    return {pid: with_sources(_as_faulthandler_writes(threads[0]), cells) for pid, threads in spied.items()}
+    """The stacks of the processes that this rank waits for, as of DataLoader workers, by pid."""
+    spied = spied_threads(_children_waited_for(rank)[:MOST_WORKERS])
+    return {pid: with_sources(_as_faulthandler_writes(threads[0]), rank.sources) for pid, threads in spied.items()}
 
 
-def _children_in_a_loader(rank: Rank) -> list[int]:
-    if _IN_LOADER not in wire.read_text(rank.folder / wire.STACK):
+def _children_waited_for(rank: Rank) -> list[int]:
+    if not _WITH_CHILDREN.search(wire.read_text(rank.folder / wire.STACK)):
         return []
     try:
         return [child.pid for child in psutil.Process(rank.pid).children(recursive=True)]

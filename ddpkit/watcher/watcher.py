@@ -17,6 +17,7 @@ from ddpkit.processes.agent import Job
 from ddpkit.run import Run
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.account import Ending
+from ddpkit.runfolder.failures import note_files_that_came_later
 from ddpkit.runfolder.program import keep_texts
 from ddpkit.runfolder.ranks import Rank, read_attempts
 from ddpkit.verdict.ends import own_end
@@ -83,8 +84,10 @@ class Watcher:
         finally:
             self._note_full_disk()
             with contextlib.suppress(Exception):
-                keep_texts(self.run.folder, [rank for attempt in read_attempts(self.run.folder) for rank in attempt])
-                withdraw([r for attempt in read_attempts(self.run.folder) for r in attempt if r.exitcode == 0])
+                ranks = [rank for attempt in read_attempts(self.run.folder) for rank in attempt]
+                keep_texts(self.run.folder, ranks)
+                note_files_that_came_later(self.run.folder, (rank.folder for rank in ranks))
+                withdraw([rank for rank in ranks if rank.exitcode == 0])
             self.job.finish()
             with contextlib.suppress(Exception):
                 self.sink.end(self.run)
