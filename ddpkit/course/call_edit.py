@@ -39,12 +39,12 @@ class CallEdit:
     @property
     def by_hand(self) -> str:
         """The same edit as an instruction: `put find_unused_parameters=True into the call of DistributedDataParallel`."""
-        there = f"the call of {self.call.strip('.')}"
+        there = f"the call of {self.call}"
         if self.drop:
             return f"take {self.drop[0]} out of {there}"
         if self.function:
             return f"call the DDP model itself in place of {self.call}"
-        text = (self.set or self.before or self.after or self.within).format(owner="optimizer", ddp="ddp")
+        text = _with(self.set or self.before or self.after or self.within, "optimizer", "ddp")
         where = "into" if self.set else "before" if self.before else "after" if self.after else "around"
         return f"put {text} {where} {there}"
 
@@ -168,7 +168,7 @@ class _Program:
                 models[self._source(assigned.targets[0])] = self._function(assigned)
         name, scope = next(iter(models.items()), ("", None))
         seen = len(models) == 1 and (scope in (None, self._function(call)) or name.startswith("self."))
-        return text.format(owner=owner, ddp=name) if seen or "{ddp}" not in text else ""
+        return _with(text, owner, name) if seen or "{ddp}" not in text else ""
 
     def _function(self, node: ast.AST) -> ast.AST | None:
         """The function around `node`; None at the top of the program."""
@@ -206,3 +206,7 @@ class _Program:
 
 def _indent(line: str) -> str:
     return line[: len(line) - len(line.lstrip())]
+
+
+def _with(text: str, owner: str, ddp: str) -> str:
+    return text.replace("{owner}", owner).replace("{ddp}", ddp)
