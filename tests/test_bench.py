@@ -287,8 +287,18 @@ def test_a_failure_without_remedies_still_has_a_bench(home: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "broken_by", "at", "left_out"),
     [
-        ("hydra_like", {"args": ["model.spare=true"]}, "loss = nn.functional.mse_loss(self.model(x), y)", "freeze"),
-        ("accelerate_like", {"env": {"AUXILIARY": "main"}}, "loss = model(torch.randn(8, 8), auxiliary)", "freeze"),
+        (
+            "hydra_like",
+            {"args": ["model.spare=true"]},
+            "loss = nn.functional.mse_loss(self.model(x), y)",
+            "ddp = DDP(Net()",
+        ),
+        (
+            "accelerate_like",
+            {"env": {"AUXILIARY": "main"}},
+            "loss = model(torch.randn(8, 8), auxiliary)",
+            "use_extra=here.rank",
+        ),
     ],
 )
 def test_a_remedy_about_a_call_finds_it_in_a_program_that_no_lab_knows(
@@ -301,8 +311,20 @@ def test_a_remedy_about_a_call_finds_it_in_a_program_that_no_lab_knows(
     code = BenchView(bench)._diff.value
     assert f"<summary>{bench.fault[0] - 7} lines</summary>" in code and "raised RuntimeError</td>" in code
     assert bench.run("find_unused", predict="cures").response.startswith("As you said, it cures: exit codes 0 0")
+    assert bench.title.endswith(" · Parameters took no part in the loss, and DDP waits for their gradients"), (
+        "not what the lab's program does"
+    )
     assert bench.run("barrier").outcome.ends in ("fails", "hangs")
     others = BenchView(bench)._others().value
-    assert not bench.fits(left_out) and "in the lab, ddp = DDP(Net().to(here.device)) becomes net = Net()" in others
+    assert f"<code>in the lab, {left_out}" in others and "find_unused" not in others
     added = [line for line in bench.patch("find_unused").splitlines() if line.startswith("+ ")]
     assert len(added) == 1 and added[0].count("find_unused_parameters=True") == 1
+
+
+@pytest.mark.job
+def test_a_model_called_past_ddp_is_found_in_a_readers_program(script: Callable[..., str]) -> None:
+    own = (Path(__file__).parent / "programs" / "hydra_like.py").read_text()
+    run = ddpkit.launch(script(own.replace("self.model(x)", "self.model.module(x)")), show=False, timeout=120)
+    bench = ddpkit.FixBench(run)
+    assert run.ok and bench.run("barrier").outcome.ends == "wrong"
+    assert bench.run("call_ddp").cures and bench.script_with("call_ddp") == own

@@ -515,8 +515,11 @@ def test_the_bench_of_a_readers_own_program(
     assert pane["y"] <= line["y"] <= pane["y"] + pane["height"] / 2, "the pane does not open at the fault"
     wait_for_text(page, bench.locator(".bench-head"), "as launched: 2 ranks")
     shoot_bench(page, bench, shots, f"bench-{program}")
-    bench.get_by_text("more do not fit this script").click()
-    wait_for_text(page, bench.locator("details.bench-muted[open]"), "Freeze the layer before the wrap: in the lab,")
+    others = bench.get_by_text("more do not fit this script")
+    others.click()
+    wait_for_text(page, bench.locator("details.bench-muted[open]"), ": in the lab,")
+    bench.screenshot(path=shots / f"bench-{program}-by-hand.png")
+    others.click()
     choose(bench, "find_unused_parameters=True")
     wait_for_text(page, bench.locator("tr.new"), "find_unused_parameters=True")
     bench.get_by_role("button", name="cures").click()

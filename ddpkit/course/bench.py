@@ -10,6 +10,7 @@ import os
 import random
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -267,7 +268,8 @@ def line_at_fault(run: Run) -> tuple[int, str] | None:
         for frame in reversed(rank.own_frames):
             # A frame of another file of the reader's may have that number as well.
             if frame.source and frame.line <= len(script) and script[frame.line - 1].strip() == frame.source.strip():
-                return frame.line, f"rank {rank.rank} {row.words}"
+                subject = "every rank" if run.culprit == "every rank" else f"rank {rank.rank}"
+                return frame.line, f"{subject} {row.words}"
     return None
 
 
@@ -282,7 +284,20 @@ def _lab_for(subject: str | Run, name: str | None) -> Lab:
         raise LaunchError(f"FixBench: {subject.name} has no diagnosis to choose a lab by; name one: lab=.")
     found = subject.diagnosis.name
     named = [one for one in labs() if found in (one.name, one.page)]
-    # Several labs may show one failure in different programs: the one whose remedies find their places.
+    # Several labs may show one failure in different programs.
     if not named:
         return Lab(found, subject.diagnosis.title, subject.script, "fails", (), plain="")
-    return max(named, key=lambda one: sum(fits(subject.script, r) for r in one.remedies))
+
+    def likeness(one: Lab) -> tuple[bool, bool, int]:
+        same_rank = one.culprit == subject.culprit
+        return one.written_as(subject.script), same_rank, sum(fits(subject.script, r) for r in one.remedies)
+
+    best, *others = sorted(named, key=likeness, reverse=True)
+    if best.written_as(subject.script):
+        return best
+    # No lab tells of this program: the title is the failure's, and what fits of the other labs is offered as well.
+    offered = list(best.remedies)
+    for remedy in (r for one in others for r in one.remedies if fits(subject.script, r)):
+        if not any(remedy.name == r.name or remedy.title == r.title for r in offered):
+            offered.append(remedy)
+    return replace(best, title=subject.diagnosis.title, remedies=tuple(offered))

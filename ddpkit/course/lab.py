@@ -60,7 +60,7 @@ class Remedy:
         edit = (*self.elsewhere, *self.edits)[0]
         if isinstance(edit, CallEdit):
             return edit.by_hand
-        old, new = (textwrap.shorten(text, 120, placeholder=" ...") for text in edit)
+        old, new = (textwrap.shorten(text, 70, placeholder=" ...") for text in edit)
         return f"in the lab, {old} becomes {new}" if new else f"in the lab, {old} is taken out"
 
 

@@ -133,9 +133,7 @@ def start(
     script = "" if program == "-m" else program
     spec = _spec(target, options, command, env, backend, shared) | {"program": script}
     wire.write_record(folder / wire.JOB, spec)
-    env[wire.ENV_RUN] = str(folder)
-    if not options.expect_replicas:
-        env[wire.ENV_REPLICAS] = "0"
+    env |= {wire.ENV_RUN: str(folder)} | ({} if options.expect_replicas else {wire.ENV_REPLICAS: "0"})
     job = Job(
         folder,
         Start(
