@@ -10,7 +10,6 @@ import os
 import random
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -24,7 +23,7 @@ from ddpkit.runfolder import wire
 from . import comparison
 from .answer import PREDICTED, Answer, Question, given_for
 from .exercises import seed
-from .lab import Lab, Remedy, fits, lab, labs, patched
+from .lab import Lab, Remedy, fits, lab, lab_for, patched
 from .trial import PREDICTIONS, Outcome, Result, Results, Trials
 
 NOTHING, OWN, RECORDED = "as it is", "your own edit", "as it is, recorded on Linux"
@@ -282,22 +281,4 @@ def _lab_for(subject: str | Run, name: str | None) -> Lab:
         return lab(subject)
     if subject.diagnosis is None:
         raise LaunchError(f"FixBench: {subject.name} has no diagnosis to choose a lab by; name one: lab=.")
-    found = subject.diagnosis.name
-    named = [one for one in labs() if found in (one.name, one.page)]
-    # Several labs may show one failure in different programs.
-    if not named:
-        return Lab(found, subject.diagnosis.title, subject.script, "fails", (), plain="")
-
-    def likeness(one: Lab) -> tuple[bool, bool, int]:
-        same_rank = one.culprit == subject.culprit
-        return one.written_as(subject.script), same_rank, sum(fits(subject.script, r) for r in one.remedies)
-
-    best, *others = sorted(named, key=likeness, reverse=True)
-    if best.written_as(subject.script):
-        return best
-    # No lab tells of this program: the title is the failure's, and what fits of the other labs is offered as well.
-    offered = list(best.remedies)
-    for remedy in (r for one in others for r in one.remedies if fits(subject.script, r)):
-        if not any(remedy.name == r.name or remedy.title == r.title for r in offered):
-            offered.append(remedy)
-    return replace(best, title=subject.diagnosis.title, remedies=tuple(offered))
+    return lab_for(subject.diagnosis.name, subject.diagnosis.title, subject)

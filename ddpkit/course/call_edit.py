@@ -128,7 +128,8 @@ class _Program:
             return
         if last != ",":
             self.changes.append((end, end, ","))
-        indent = _indent(self._lines[(call.keywords or call.args)[-1].lineno - 1])
+        last_argument = self._lines[(call.keywords or call.args)[-1].lineno - 1]
+        indent = last_argument[: len(last_argument) - len(last_argument.lstrip())]
         self.changes.append((line, line, f"{indent}{argument},\n"))
 
     def _drop(self, call: ast.Call, names: Sequence[str]) -> None:
@@ -202,10 +203,6 @@ class _Program:
     def _last_token(self, before: int) -> tuple[int, str]:
         """The end and text of the last token that ends at `before` or earlier."""
         return [token for token in self._tokens if token[0] <= before][-1]
-
-
-def _indent(line: str) -> str:
-    return line[: len(line) - len(line.lstrip())]
 
 
 def _with(text: str, owner: str, ddp: str) -> str:

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,28 @@ def lab(name: str) -> Lab:
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
     meant = f"Did you mean {' or '.join(near)}? " if near else ""
     raise NoSuchLab(f"FixBench: there is no lab {name!r}. {meant}The labs: {', '.join(known)}.")
+
+
+def lab_for(failure: str, title: str, run: Run) -> Lab:
+    """The lab most like `run`, which ended with `failure`; one without remedies where the catalog has no lab of that failure.
+
+    If `run` is of another program than the lab's, what fits it of the other labs of that failure is offered as well.
+    """
+    named = [one for one in labs() if failure in (one.name, one.page)]
+    if not named:
+        return Lab(failure, title, run.script, "fails", (), plain="")
+
+    def likeness(one: Lab) -> tuple[bool, bool, int]:
+        return one.written_as(run.script), one.culprit == run.culprit, sum(fits(run.script, r) for r in one.remedies)
+
+    best, *others = sorted(named, key=likeness, reverse=True)
+    if best.written_as(run.script):
+        return best
+    offered = list(best.remedies)
+    for remedy in (r for one in others for r in one.remedies if fits(run.script, r)):
+        if not any(remedy.name == r.name or remedy.title == r.title for r in offered):
+            offered.append(remedy)
+    return replace(best, title=title, remedies=tuple(offered))
 
 
 @cache
