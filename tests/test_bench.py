@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import wait_for
@@ -66,7 +67,7 @@ def test_every_lab_is_whole() -> None:
         for remedy in lab.remedies:
             assert len(remedy.title) <= 64 and remedy.title[-1] not in ".!", f"{lab.name}: {remedy.title}"
             assert remedy.edits or remedy.env, f"{lab.name}.{remedy.name} changes nothing"
-            assert patched(lab.program, remedy.edits)
+            assert not remedy.edits or patched(lab.program, remedy.edits) != lab.program
             assert remedy.ends in {"cure": [""], "costly": [""], "decoy": ["fails", "hangs", "wrong"]}[remedy.kind]
 
 
@@ -106,7 +107,7 @@ def test_a_readers_own_run_is_edited_with_its_edits_in_it(script: Callable[..., 
     assert bench.run("freeze").cures
     other = own.replace("DDP(Net().to(here.device))", "DDP( Net().to(here.device) )")
     bench = ddpkit.FixBench(ddpkit.launch(script(other), show=False, timeout=60))
-    assert not bench.fits("freeze") and bench.fits("barrier")
+    assert not bench.fits("freeze") and bench.fits("barrier") and bench.fits("find_unused")
     with pytest.raises(LaunchError, match="an edit does not fit: is not in the script: ddp = DDP"):
         bench.run("freeze")
     mended = other.replace("x = self.body(x).relu()", "x = self.middle(self.body(x).relu())")
@@ -173,11 +174,11 @@ def test_the_remedies_are_shuffled_alike_for_the_same_reader(home: Path, monkeyp
 
 
 def test_why_the_button_is_disabled_stands_beside_it(home: Path) -> None:
-    view = BenchView(ddpkit.FixBench(NAME))
+    view = BenchView(ddpkit.FixBench("branch_by_rank"))
     assert view._run.disabled and "choose a prediction first" in view._why_not.value
     view._prediction.value = "fails"
     assert not view._run.disabled and "<span></span>" in view._why_not.value.replace(' class="bench-muted"', "")
-    view._chosen["freeze"].value = view._chosen["find_unused"].value = True
+    view._chosen["same_branch"].value = view._chosen["by_data"].value = True
     view._prediction.value = "fails"
     assert view._run.disabled and "edit the same lines" in view._why_not.value
 
@@ -244,16 +245,26 @@ def test_a_run_on_the_bench_can_be_stopped_and_no_second_one_starts(home: Path) 
 
 
 @pytest.mark.job
-def test_a_run_of_the_readers_own_keeps_arguments_variables_and_ranks(home: Path) -> None:
+def test_a_run_of_the_readers_own_keeps_what_it_was_launched_with(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its argument this program passes: then the bench would tell of another job."""
     folder = home / "project"
     folder.mkdir()
     (folder / "beside.py").write_text("WIDTH = 4\n")
     (folder / "train.py").write_text(OWN)
-    run = ddpkit.launch(folder / "train.py", args=["--no-aux"], nproc=3, env={"MY": "1"}, show=False, timeout=120)
+    given = {"nproc": 3, "env": {"MY": "1"}, "stall": 20, "max_restarts": 1}
+    run = ddpkit.launch(folder / "train.py", args=["--no-aux"], show=False, timeout=120, **given)
+    elsewhere = home / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
     bench = ddpkit.FixBench(run)
+    for warm in (True, False):
+        trial = ddpkit.FixBench(run, warm=warm).run(edit="import os\nprint(os.getcwd())").run
+        assert trial.ranks[1].stdout == f"{home}\n" and trial.warm is warm and f"cd {home} " in trial.command
     as_it_is = bench.run()
     assert bench.title == "Fix bench: train · MY=1 --no-aux"
+    said = "3 ranks · timeout 120.0 · args --no-aux · MY=1 · max_restarts 1 · stall 20.0 · in "
+    assert sorted(bench.given.split(" · ")) == sorted(f"{said}{home}".split(" · "))
+    assert bench.given in BenchView(bench)._head.value and "--max-restarts 1" in as_it_is.run.command
     assert as_it_is.run.nproc == 3 and as_it_is.outcome.ends == "fails"
     assert as_it_is.run.diagnosis and run.diagnosis and as_it_is.run.diagnosis.name == run.diagnosis.name
     assert as_it_is.run.ranks[2].stdout == run.ranks[2].stdout == "3 ranks, MY=1, ['--no-aux']\n"
@@ -270,3 +281,50 @@ def test_a_failure_without_remedies_still_has_a_bench(home: Path) -> None:
     )
     assert bench.run(edit=bench.script.replace("{}", "{'loss': 1}")).run.ok
     assert "has its page" in BenchView(bench).box.children[1].children[1].children[0].value
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(
+    ("program", "broken_by", "at", "left_out"),
+    [
+        (
+            "hydra_like",
+            {"args": ["model.spare=true"]},
+            "loss = nn.functional.mse_loss(self.model(x), y)",
+            "ddp = DDP(Net()",
+        ),
+        (
+            "accelerate_like",
+            {"env": {"AUXILIARY": "main"}},
+            "loss = model(torch.randn(8, 8), auxiliary)",
+            "use_extra=here.rank",
+        ),
+    ],
+)
+def test_a_remedy_about_a_call_finds_it_in_a_program_that_no_lab_knows(
+    home: Path, program: str, broken_by: dict[str, Any], at: str, left_out: str
+) -> None:
+    path = Path(__file__).parent / "programs" / f"{program}.py"
+    assert ddpkit.launch(path, show=False, timeout=120).ok, "it is broken without its switch as well"
+    bench = ddpkit.FixBench(ddpkit.launch(path, show=False, timeout=120, **broken_by))
+    assert bench.fault is not None and bench.script.splitlines()[bench.fault[0] - 1].strip() == at
+    code = BenchView(bench)._diff.value
+    assert f"<summary>{bench.fault[0] - 7} lines</summary>" in code and "raised RuntimeError</td>" in code
+    assert bench.run("find_unused", predict="cures").response.startswith("As you said, it cures: exit codes 0 0")
+    assert bench.title.endswith(" · Parameters took no part in the loss, and DDP waits for their gradients"), (
+        "not what the lab's program does"
+    )
+    assert bench.run("barrier").outcome.ends in ("fails", "hangs")
+    others = BenchView(bench)._others().value
+    assert f"<code>in the lab, {left_out}" in others and "find_unused" not in others
+    added = [line for line in bench.patch("find_unused").splitlines() if line.startswith("+ ")]
+    assert len(added) == 1 and added[0].count("find_unused_parameters=True") == 1
+
+
+@pytest.mark.job
+def test_a_model_called_past_ddp_is_found_in_a_readers_program(script: Callable[..., str]) -> None:
+    own = (Path(__file__).parent / "programs" / "hydra_like.py").read_text()
+    run = ddpkit.launch(script(own.replace("self.model(x)", "self.model.module(x)")), show=False, timeout=120)
+    bench = ddpkit.FixBench(run)
+    assert run.ok and bench.run("barrier").outcome.ends == "wrong"
+    assert bench.run("call_ddp").cures and bench.script_with("call_ddp") == own

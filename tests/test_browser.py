@@ -550,6 +550,44 @@ def test_a_reader_answers_before_the_verdict(lab: Lab, page: Any, shots: Path, p
     assert page.get_by_text(": it is ").count() >= 1
 
 
+@pytest.mark.parametrize(
+    ("program", "given", "at"),
+    [
+        ("hydra_like", "args=['model.spare=true']", "loss = nn.functional.mse_loss(self.model(x), y)"),
+        ("accelerate_like", "env={'AUXILIARY': 'main'}", "loss = model(torch.randn(8, 8), auxiliary)"),
+    ],
+)
+def test_the_bench_of_a_readers_own_program(
+    lab: Lab, page: Any, shots: Path, program: str, given: str, at: str
+) -> None:
+    """It opens at the fault, offers a remedy that fits, runs it with what the run was given, and verifies it."""
+    shutil.copy(Path(__file__).parent / "programs" / f"{program}.py", lab.folder)
+    launched = f"run = ddpkit.launch('{program}.py', {given}, show=False, timeout=120)"
+    lab.write("own.ipynb", [f"import ddpkit\n{launched}\nbench = ddpkit.FixBench(run)\nbench"])
+    lab.open(page, "own.ipynb")
+    run_cell(page, 0)
+    bench = page.locator(".ddpkit-bench")
+    fault = bench.locator("tr.fault")
+    wait_for_text(page, fault.first, at)
+    wait_for_text(page, fault.last, "raised RuntimeError")
+    pane, line = bench.locator(".bench-code").bounding_box(), fault.first.bounding_box()
+    assert pane["y"] <= line["y"] <= pane["y"] + pane["height"] / 2, "the pane does not open at the fault"
+    wait_for_text(page, bench.locator(".bench-head"), "as launched: 2 ranks")
+    shoot_bench(page, bench, shots, f"bench-{program}")
+    others = bench.get_by_text("more do not fit this script")
+    others.click()
+    wait_for_text(page, bench.locator("details.bench-muted[open]"), ": in the lab,")
+    bench.screenshot(path=shots / f"bench-{program}-by-hand.png")
+    others.click()
+    choose(bench, "find_unused_parameters=True")
+    wait_for_text(page, bench.locator("tr.new"), "find_unused_parameters=True")
+    bench.get_by_role("button", name="cures").click()
+    bench.get_by_role("button", name="Run", exact=True).click()
+    wait_for_text(page, bench.locator(".bench-results > table > tbody > tr").first, "✓ cures")
+    wait_for_text(page, bench, "As you said, it cures: exit codes 0 0, and the replicas are equal to each other")
+    shoot_bench(page, bench, shots, f"bench-{program}-cured")
+
+
 def choose(bench: Any, title: str) -> None:
     """Tick the box of a remedy."""
     bench.get_by_label(title, exact=True).click()

@@ -9,6 +9,7 @@ import difflib
 import os
 import random
 import threading
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
@@ -23,7 +24,7 @@ from ddpkit.runfolder import wire
 from . import comparison
 from .answer import PREDICTED, Answer, Question, given_for
 from .exercises import seed
-from .lab import Lab, Remedy, fits, lab, labs, patched
+from .lab import Lab, Remedy, fits, lab, lab_for, patched
 from .trial import PREDICTIONS, Outcome, Result, Results, Trials
 
 NOTHING, OWN, RECORDED = "as it is", "your own edit", "as it is, recorded on Linux"
@@ -34,17 +35,18 @@ class FixBench:
 
     Args:
         subject: the name of a lab of the catalog, or a run of your own; then its script is what the remedies edit, with
-            your edits in it, and its arguments, variables, ranks and limits stay. A remedy that finds no place in it
-            leaves that to an edit of your own.
+            your edits in it, and its arguments, variables, ranks, limits and working directory stay. A remedy that finds
+            no place in it leaves that to an edit of your own.
         lab: which lab's remedies to offer for a run; by default that of its diagnosis.
         options: further options of `launch`, such as nproc=4 or timeout=120.
 
     `remedies` are the lab's, shuffled: always in the same order for the same reader. `title` names the run, and the
-    cause only when a remedy has cured. Where the failure cannot be had on this platform, `why_not_here` says so, and
-    the results hold a recorded run alone.
+    cause only when a remedy has cured. `given` says what came along from the reader's run. `fault` is the number of the
+    script's line at fault, and what happened there; None where there is no such line, or it is not revealed yet. Where
+    the failure cannot be had on this platform, `why_not_here` says so, and the results hold a recorded run alone.
 
     Raises:
-        NoSuchLab: no lab has that name, or none goes with that run.
+        NoSuchLab: no lab has that name. A run that goes with none has a bench without remedies.
     """
 
     def __init__(self, subject: str | Run, lab: str | None = None, **options: Any) -> None:
@@ -58,6 +60,8 @@ class FixBench:
         env = options.pop("env", None)
         variables = [f"{key}={value}" for key, value in (env or {}).items()]
         self._around = " ".join([*variables, *options.get("args", ())])
+        self.given = "" if isinstance(subject, str) else _in_words({**options, "env": " ".join(variables)})
+        self.fault = None if isinstance(subject, str) else line_at_fault(subject)
         self._trials = Trials(self.lab, self.script, options, env)
         # By remedy: what the reader predicts for it; "" while that is still asked.
         self._predicted: dict[str, str] = {}
@@ -94,7 +98,7 @@ class FixBench:
             LaunchError: there is no such remedy, it does not fit the script, or two of them edit the same place.
         """
         try:
-            return patched(self.script, [e for n in names for e in self.lab.remedy(n).edits])
+            return patched(self.script, [e for n in names for e in self.lab.remedy(n).edits_for(self.script)])
         except LaunchError as error:
             if len(names) == 1 or not all(self.fits(n) for n in names):
                 raise
@@ -222,14 +226,49 @@ class FixBench:
 
 
 def given_to(run: Run) -> dict[str, Any]:
-    """The options of `launch` that `run` was started with, and where its imports start."""
+    """The options of `launch` that `run` was started with, its working directory, and where its imports start."""
     spec = wire.read_record(run.folder / wire.JOB) or {}
     given = {"nproc": run.nproc, "timeout": spec.get("timeout_s"), **spec.get("asked", {})}
     if spec.get("stall_s"):
         given["stall"] = spec["stall_s"]
-    if os.path.isdir(folder := spec.get("path_folder") or ""):
-        given["path_folder"] = folder
+    for name in ("path_folder", "cwd"):
+        if os.path.isdir(folder := spec.get(name) or ""):
+            given[name] = folder
     return given
+
+
+def _in_words(options: Mapping[str, Any]) -> str:
+    """`3 ranks · MY=1 · args --no-aux · timeout 60`: what was asked for, without what was left as it is by default."""
+    said = [f"{options['nproc']} ranks"]
+    for name, value in options.items():
+        if name not in ("nproc", "path_folder", "expect_replicas") and value not in (
+            None,
+            False,
+            0,
+            "",
+            [],
+            (),
+            name == "warm",
+        ):
+            words = " ".join(value) if isinstance(value, list | tuple) else str(value)
+            said.append({"env": words, "cwd": f"in {words}"}.get(name, f"{name} {words}"))
+    return " · ".join(said)
+
+
+def line_at_fault(run: Run) -> tuple[int, str] | None:
+    """The line of `run.script` in which a rank at fault is, and in words what it did there."""
+    if not run.revealed or not run.script:
+        return None
+    script = run.script.splitlines()
+    for rank, row in zip(run.ranks, run.rows, strict=True):
+        if row.tone != "fault":
+            continue
+        for frame in reversed(rank.own_frames):
+            # A frame of another file of the reader's may have that number as well.
+            if frame.source and frame.line <= len(script) and script[frame.line - 1].strip() == frame.source.strip():
+                subject = "every rank" if run.culprit == "every rank" else f"rank {rank.rank}"
+                return frame.line, f"{subject} {row.words}"
+    return None
 
 
 def _lab_for(subject: str | Run, name: str | None) -> Lab:
@@ -241,9 +280,4 @@ def _lab_for(subject: str | Run, name: str | None) -> Lab:
         return lab(subject)
     if subject.diagnosis is None:
         raise LaunchError(f"FixBench: {subject.name} has no diagnosis to choose a lab by; name one: lab=.")
-    found = subject.diagnosis.name
-    named = [one for one in labs() if found in (one.name, one.page)]
-    # Several labs may show one failure in different programs: the one whose remedies find their places.
-    if not named:
-        return Lab(found, subject.diagnosis.title, subject.script, "fails", (), plain="")
-    return max(named, key=lambda one: sum(fits(subject.script, r) for r in one.remedies))
+    return lab_for(subject.diagnosis.name, subject.diagnosis.title, subject)

@@ -19,11 +19,10 @@ from ddpkit.display.html import rows_as_html
 from ddpkit.display.view import RunView
 from ddpkit.errors import LaunchError
 
-from .lab import Remedy
 from .trial import PREDICTIONS, Result, Results
 
 # Lines shown around a change; what is farther off is folded.
-AROUND = 3
+AROUND, ABOVE_THE_FAULT = 3, 6
 STYLE = f"<style>{Path(__file__).with_name('bench.css').read_text(encoding='utf-8')}</style>"
 
 
@@ -33,7 +32,8 @@ class BenchView:
     def __init__(self, bench: Any) -> None:
         self._bench = bench
         self._running = False
-        self._chosen = {r.name: self._checkbox(r) for r in bench.remedies}
+        self._fitting = [r for r in bench.remedies if bench.fits(r.name)]
+        self._chosen = {r.name: widgets.Checkbox(description=r.title, indent=False) for r in self._fitting}
         self._own = widgets.Checkbox(description="Your own edit", indent=False)
         self._text = widgets.Textarea(rows=24, layout=_wide(display="none"))
         options = [(words, words) for words in PREDICTIONS]
@@ -50,17 +50,24 @@ class BenchView:
         self._changed({"owner": None})
         self.show_results()
 
-    def _checkbox(self, remedy: Remedy) -> Any:
-        fits = self._bench.fits(remedy.name)
-        words = remedy.title if fits else f"{remedy.title} (finds no place in your script: use your own edit)"
-        return widgets.Checkbox(description=words, indent=False, disabled=not fits, tooltip=remedy.title)
+    def _others(self) -> Any:
+        """The remedies that do not fit this script: a line each, with what to do by hand."""
+        others = [r for r in self._bench.remedies if r.name not in self._chosen]
+        lines = "".join(f"<div>{escape(r.title)}: <code>{escape(r.by_hand)}</code></div>" for r in others if r.edits)
+        head = f"{len(others)} more do not fit this script; by hand, with your own edit"
+        return widgets.HTML(
+            f'<details class="bench-muted"{"" if self._chosen else " open"}><summary>{head}</summary>{lines}</details>'
+            if others
+            else ""
+        )
 
     def _laid_out(self) -> Any:
         ask = widgets.HTML("<b>Your prediction</b>, before it runs: the job …")
         button = widgets.HBox([self._run, self._why_not], layout=widgets.Layout(padding="6px 0", align_items="center"))
-        several = "; several may go together" if self._bench.remedies else f": {escape(self._bench.offers)}."
+        several = "; several may go together" if self._chosen else ": none fits this script."
+        several = several if self._bench.remedies else f": {escape(self._bench.offers)}."
         title = widgets.HTML(f"<b>Remedies</b>{several}")
-        controls = [title, *self._chosen.values(), self._own, ask, self._prediction, button, self._say]
+        controls = [title, *self._chosen.values(), self._own, self._others(), ask, self._prediction, button, self._say]
         side = widgets.VBox(controls, layout=widgets.Layout(flex="1 1 300px", padding="8px 12px", min_width="260px"))
         code = widgets.VBox(
             [self._diff, self._text], layout=widgets.Layout(flex="1.4 1 380px", min_width="0", overflow="hidden")
@@ -85,11 +92,13 @@ class BenchView:
         if change["owner"] is self._own and self._own.value:
             self._text.value = self._combined()[0] or self._bench.script
         self._text.layout.display = "" if self._own.value else "none"
-        for name, box in self._chosen.items():
-            box.disabled = self._own.value or not self._bench.fits(name)
+        for box in self._chosen.values():
+            box.disabled = self._own.value
         script = self._combined()[0] if self.own is None else self.own
         if script is not None:
-            self._diff.value = f'<div class="bench-code" tabindex="0">{diff(self._bench.script, script)}</div>'
+            self._diff.value = (
+                f'<div class="bench-code" tabindex="0">{diff(self._bench.script, script, self._bench.fault)}</div>'
+            )
         if change["owner"] is not None and change["owner"] is not self._text:
             self._prediction.value = None
         self._enable()
@@ -136,7 +145,8 @@ class BenchView:
     def show_results(self) -> None:
         """Draw title and table anew, with the response to the newest result's prediction."""
         results = self._bench.results
-        self._head.value = f'{STYLE}<div class="bench-head"><b>{escape(self._bench.title)}</b></div>'
+        given = f'<div class="bench-muted">as launched: {escape(self._bench.given)}</div>' if self._bench.given else ""
+        self._head.value = f'{STYLE}<div class="bench-head"><b>{escape(self._bench.title)}</b>{given}</div>'
         self._table.value = f'<div class="bench-results">{table(results)}</div>' if results else ""
         self._tell(results[-1].response if results else "")
 
@@ -163,9 +173,17 @@ def _row(result: Result, newest: bool) -> str:
     return f"{row}<tr><td colspan='{len(cells)}'>{why}{evidence}</td></tr>"
 
 
-def diff(before: str, after: str) -> str:
-    """`after` as HTML, numbered, with what was taken from `before` and what was put in; far from a change, folded."""
+def diff(before: str, after: str, fault: tuple[int, str] | None = None) -> str:
+    """`after` as HTML, numbered, with what was taken from `before` and what was put in; far from a change, folded.
+
+    `fault`: the number of a line of `before` to mark, and why. Without a change, what is far above it is folded.
+    """
     old, new = before.splitlines(), after.splitlines()
+    if fault and before == after:
+        lines = [_line("", " ", i, text) for i, text in enumerate(old, 1)]
+        lines[fault[0] - 1] = _fault(*fault, old[fault[0] - 1])
+        above = max(fault[0] - 1 - ABOVE_THE_FAULT, 0)
+        return _folded(lines[:above], 0, 0) + _table(lines[above:])
     parts = []
     for tag, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if tag == "equal":
@@ -189,6 +207,11 @@ def _folded(lines: Sequence[str], first: int, last: int) -> str:
 
 def _line(kind: str, sign: str, number: int, text: str) -> str:
     return f'<tr class="{kind}"><td class="n">{number}</td><td class="n">{sign}</td><td>{escape(text) or " "}</td></tr>'
+
+
+def _fault(number: int, why: str, text: str) -> str:
+    marked = _line("fault", "▸", number, text)
+    return f'{marked}<tr class="fault"><td></td><td></td><td class="bench-muted">{escape(why)}</td></tr>'
 
 
 def _table(rows: Iterable[str]) -> str:

@@ -226,7 +226,9 @@ class Trials:
         **options: Any,
     ) -> Run:
         """Launch the script with `remedies`, or the text `script` instead; `options` go before the lab's own limits."""
-        text = patched(self.script, [e for r in remedies for e in r.edits]) if script is None else script
+        text = (
+            patched(self.script, [e for r in remedies for e in r.edits_for(self.script)]) if script is None else script
+        )
         around = (self.lab.env or {}) if self.env is None else self.env
         settings = {**around, **{k: v for r in remedies for k, v in (r.env or {}).items()}, **(env or {})}
         name = "_".join([self.lab.name, *(r.name for r in remedies)])
@@ -245,7 +247,7 @@ class Trials:
         return self._passed(self.lab.reference, nproc=1, name=f"{self.lab.name}_one_process")
 
     def _passed(self, edits: Sequence[Sequence[str]], **options: Any) -> Run | None:
-        if not self.lab.plain:
+        if not self.lab.plain or not self.lab.written_as(self.script):
             return None
         plain = self.lab.remedy(self.lab.plain)
         try:

@@ -134,17 +134,16 @@ def start(
     script = "" if program == "-m" else program
     spec = _spec(target, options, command, env, backend, shared) | {"program": script}
     wire.write_record(folder / wire.JOB, spec)
-    env[wire.ENV_RUN] = str(folder)
-    if not options.expect_replicas:
-        env[wire.ENV_REPLICAS] = "0"
+    env |= {wire.ENV_RUN: str(folder)} | ({} if options.expect_replicas else {wire.ENV_REPLICAS: "0"})
     job = Job(
         folder,
         Start(
             command,
+            spec["cwd"],
             env | _torchrun_settings(folder),
             _cold_because(target, options, env),
             # The folder that Python puts first in sys.path in the ranks.
-            [os.path.dirname(script) if script else os.getcwd()],
+            [os.path.dirname(script) if script else spec["cwd"]],
             target.variables(),
             _base_environment(),
             zygote.PATIENCE_S if wait or patient else 0,
@@ -231,24 +230,28 @@ def _environment(target: Target, options: Options) -> dict[str, str]:
     return env
 
 
+_ASKED = ("env", "backend", "torchrun", "max_restarts", "share_gpu", "warm", "expect_replicas")
+
+
 def _spec(
     target: Target, options: Options, command: Sequence[str], env: Mapping[str, str], backend: str, shared: Sharing
 ) -> dict[str, Any]:
     changed = {k: v for k, v in env.items() if os.environ.get(k) != v}
     settings = "".join(f"{k}={shlex.quote(v)} " for k, v in changed.items())
     gpus = shared.gpus or options.nproc
+    cwd = options.cwd or os.getcwd()
     devices = "CPU" if backend == "gloo" else f"{gpus} GPU" + "s" * (gpus > 1) + ", shared" * bool(shared.gpus)
     return {
         "name": options.name or target.name,
         "nproc": options.nproc,
         "backend": backend,
         "device_words": f"{backend} on {devices}",
-        "command": f"cd {shlex.quote(os.getcwd())} && {settings}{shlex.join(command)}",
+        "command": f"cd {shlex.quote(cwd)} && {settings}{shlex.join(command)}",
         "torchrun": list(command),
-        "cwd": os.getcwd(),
+        "cwd": cwd,
         "env": changed,
         # What was asked for, in the words of `launch`: the bench asks for the same again.
-        "asked": {"args": list(target.args), "env": dict(options.env), "backend": options.backend},
+        "asked": {"args": list(target.args)} | {name: getattr(options, name) for name in _ASKED},
         "path_folder": target.path_folder or os.path.dirname(target.command[0]),
         "timeout_s": options.timeout_s,
         "stall_s": options.stall_s,

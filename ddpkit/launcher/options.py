@@ -29,7 +29,7 @@ SHARED_GPU = dict(setting.split("=") for setting in _BY_SOCKETS.split())
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `launch` after checking, under the same names."""
+    """The options of `launch` after checking, under the same names; `cwd` is the bench's, by default the current folder."""
 
     nproc: int
     timeout_s: float | None
@@ -44,6 +44,7 @@ class Options:
     warm: bool = True
     share_gpu: bool = False
     expect_replicas: bool = True
+    cwd: str | None = None
 
 
 def checked_options(

@@ -25,7 +25,13 @@ def _start_cold(start: Start, log: int) -> subprocess.Popen[bytes]:
     """Start the keeper, in its own session so that Ctrl-C does not reach it."""
     command = [sys.executable, "-I", "-S", str(KEEPER), "agent", str(os.getpid()), *start.command]
     return subprocess.Popen(
-        command, env=dict(start.env), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        command,
+        cwd=start.cwd,
+        env=dict(start.env),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
     )
 
 

@@ -43,13 +43,14 @@ _last_words = ""
 
 @dataclass(frozen=True)
 class Start:
-    """How to start a job's agent: `command` with `env`, warm unless `cold_because` says why not.
+    """How to start a job's agent: `command` in the folder `cwd` with `env`, warm unless `cold_because` says why not.
 
     `folders` are those the job imports from, `variables` those it may set before it imports torch, `base_env` is the
     environment of a new zygote, and `patience_s` how long to wait for a zygote that is still importing torch.
     """
 
     command: Sequence[str]
+    cwd: str
     env: Mapping[str, str]
     cold_because: str
     folders: Sequence[str] = ()
@@ -190,6 +191,7 @@ def _forked(zygote: Zygote, start: Start, log: int) -> ForkedKeeper:
     request = {
         "what": "agent",
         "arguments": list(start.command),
+        "cwd": start.cwd,
         "env": {**start.env, wire.ENV_ZYGOTE: zygote.path},
         "folders": list(start.folders),
         "variables": list(start.variables),

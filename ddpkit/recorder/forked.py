@@ -75,7 +75,7 @@ def _take_on(request: Mapping[str, Any], fds: Sequence[int], connection: Connect
     os.closerange(3, kept)
     os.closerange(kept + 1, 4096)
     asking = connection.peer()[0]
-    os.chdir(f"/proc/{asking}/cwd")
+    os.chdir(request.get("cwd") or f"/proc/{asking}/cwd")
     os.umask(_umask_of(asking))
     for number in {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}:
         limits = resource.prlimit(asking, number)
