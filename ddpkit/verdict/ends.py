@@ -85,7 +85,8 @@ def end_of(rank: Rank, ranks: Sequence[Rank]) -> End:
 def own_end(rank: Rank) -> End:
     """How a rank ended, according to its own record alone."""
     if rank.exitcode == 0:
-        return "passed"
+        # Its SIGTERM handler may leave with 0.
+        return "was_ended" if rank.told and (rank.finished_ns or rank.told_ns) >= rank.told_ns else "passed"
     if rank.failure and not (rank.told and rank.told_ns < rank.failure.at_ns):
         return end_by(rank.failure, rank)
     if rank.told:

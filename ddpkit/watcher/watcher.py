@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ddpkit.diagnosis.rows import Standstill, rows
 from ddpkit.display.sink import Line, Now, RankNow, Sink
@@ -22,6 +23,7 @@ from ddpkit.runfolder.ranks import Rank, read_attempts
 from ddpkit.verdict.ends import own_end
 from ddpkit.verdict.finding import Finding
 from ddpkit.verdict.judge import who_holds_up_the_job
+from ddpkit.verdict.phrases import ranks_said
 from ddpkit.verdict.places import BUSY_FROM
 from ddpkit.verdict.words import sentence
 
@@ -63,6 +65,7 @@ class Watcher:
     _still_exits: tuple[int | None, ...] = ()
     _looked_at_failure_of: int = -1
     _hoped_at: float = -math.inf
+    _handling: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def start(self) -> None:
         """Begin to watch and return at once. `job.over` is set at the end, whatever happens here."""
@@ -82,7 +85,7 @@ class Watcher:
             self._note_full_disk()
             with contextlib.suppress(Exception):
                 keep_texts(self.run.folder, [rank for attempt in read_attempts(self.run.folder) for rank in attempt])
-                withdraw([r for attempt in read_attempts(self.run.folder) for r in attempt if r.exitcode == 0])
+                withdraw([r for attempt in read_attempts(self.run.folder) for r in attempt if own_end(r) == "passed"])
             self.job.finish()
             with contextlib.suppress(Exception):
                 self.sink.end(self.run)
@@ -117,6 +120,7 @@ class Watcher:
         ranks = attempts[-1] if attempts else ()
         self._cap.apply([tail for tail in self._tails.tails.values() if tail.size > self._cap.bytes])
         self._progress.update(ranks)
+        self._handling = _handling(ranks)
         self._mind_the_limits(ranks)
         elapsed = time.monotonic() - self.job.started
         self._note_standstill(ranks, elapsed)
@@ -126,6 +130,11 @@ class Watcher:
         return "stopping" if self.job.end["reason"] else "running"
 
     def _note(self) -> str:
+        if self._handling:
+            who, (first, *more) = ranks_said(list(self._handling)), self._handling.values()
+            does = "handle SIGTERM by their own code, and have" if more else f"handles SIGTERM{first['by']}, and has"
+            stop = "Stop again to end" if self.job.end["reason"] else "Stop twice to end"
+            return f"{who.capitalize()} {does} {first['seconds']:g} s for that. {stop} it at once."
         if self.job.end["notes"]:
             return self.job.end["notes"][-1]
         return f"No rank has made progress for {self.limits.stall_s:g} s." if self._finding else ""
@@ -161,6 +170,9 @@ class Watcher:
         if rank.exitcode is None:
             if not rank.pid:
                 return "starting", "starting"
+            if grace := self._handling.get(rank.rank):
+                left_s = max(0.0, (grace["until_ns"] - time.time_ns()) / 1e9)
+                return "ending", f"handles SIGTERM, {left_s:.0f} s left"
             silent_s = self._progress.silent_s(rank)
             if self.limits.stall_s is not None and silent_s > self.limits.stall_s:
                 return "silent", f"silent for {silent_s:.0f} s"
@@ -175,7 +187,7 @@ class Watcher:
     # The limits.
 
     def _mind_the_limits(self, ranks: Sequence[Rank]) -> None:
-        if self.job.end["reason"]:
+        if self.job.end["reason"] or self._handling:
             return
         limits, silent_s = self.limits, self._progress.job_silent_s(ranks)
         if limits.timeout_s is not None and time.monotonic() - self.job.started > limits.timeout_s:
@@ -234,6 +246,16 @@ class Watcher:
                 self.job.note(
                     f"the disk that holds {wire.ENV_HOME} is full: output and records of this run may be cut."
                 )
+
+
+def _handling(ranks: Sequence[Rank]) -> dict[int, dict[str, Any]]:
+    """The ranks that were told to end and whose own SIGTERM handlers have started, as their keepers recorded."""
+    found = {}
+    for rank in ranks:
+        grace = wire.read_record(rank.folder / wire.GRACE) if rank.exitcode is None else None
+        if grace:
+            found[rank.rank] = grace
+    return found
 
 
 def _failed_attempt(ranks: Sequence[Rank]) -> int:
