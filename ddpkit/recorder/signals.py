@@ -54,7 +54,7 @@ def _have_handler_told() -> None:
     def asking(number: int) -> Any:
         return _own(installed(number))
 
-    signal.signal, signal.getsignal = installing, asking
+    signal.signal, signal.getsignal = installing, asking  # type: ignore[assignment]
 
 
 def _own(handler: Any) -> Any:

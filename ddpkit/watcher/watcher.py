@@ -24,7 +24,7 @@ from ddpkit.verdict.ends import own_end
 from ddpkit.verdict.finding import Finding
 from ddpkit.verdict.judge import who_holds_up_the_job
 from ddpkit.verdict.phrases import ranks_said
-from ddpkit.verdict.places import BUSY_FROM
+from ddpkit.verdict.places import BUSY_FROM, place_on_the_way_out
 from ddpkit.verdict.words import sentence
 
 from .log_cap import LogCap
@@ -218,12 +218,13 @@ class Watcher:
         """Whether a stalled job may still go on or end by itself.
 
         The rank that holds it up, or its child, computes (imports torch, say) or waits for the disk; torch has not yet
-        noticed a dead loader worker; or a failed rank is on its way out: 5 s for each worker that does not answer.
+        noticed a dead loader worker; or a failed rank is on its way out, and does not wait for another one there: it takes 5 s
+        for each worker that does not answer.
         """
         found, stall_s = self._finding, self.limits.stall_s or 0
         if found is None or silent_s > BUSY_PATIENCE * stall_s:
             return False
-        if found.kind == "loader_dead" or any(rank.failure and rank.exitcode is None for rank in ranks):
+        if found.kind == "loader_dead" or any(map(_is_ending, ranks)):
             return True
         held_by = [rank for rank in ranks if rank.rank in found.ranks or not found.ranks]
         living = [rank for rank in held_by if rank.exitcode is None and rank.pid]
@@ -256,6 +257,14 @@ def _handling(ranks: Sequence[Rank]) -> dict[int, dict[str, Any]]:
         if grace:
             found[rank.rank] = grace
     return found
+
+
+def _is_ending(rank: Rank) -> bool:
+    """Whether a rank has failed, and does not wait for another rank on its way out."""
+    if rank.failure is None or rank.exitcode is not None:
+        return False
+    place = place_on_the_way_out(rank)
+    return place is None or place.kind not in ("waiting", "joining")
 
 
 def _failed_attempt(ranks: Sequence[Rank]) -> int:
