@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -527,3 +528,12 @@ except Exception:
     assert (run.culprit, run.diagnosis.name) == (1, "own_exception"), str(run)
     assert "rank 1: KeyError, line" in run.headline and "if rank == 1: raise KeyError(path)" in run.headline
     assert "caught it, and left by" in run.verdict.sentence
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
+def test_a_compiled_program_that_breaks_is_told_as_any_other(home: Path) -> None:
+    run = launch(str(Path(__file__).parent / "programs" / "compiled.py"), args=["--break"], stall=None)
+    assert (run.state, run.culprit, run.ranks[0].words) == ("failed", 1, "lost its peer: a consequence"), str(run)
+    failure = run.ranks[1].failure
+    assert failure and failure.where and "model(x)" in failure.where.source
+    assert "step 1" in run.ranks[1].stdout and "step 2" not in run.ranks[0].stdout
