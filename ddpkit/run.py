@@ -216,7 +216,7 @@ class Run:
         """End every rank and return when none is left."""
         if self._job is not None:
             self._job.stop("stopped")
-            self._job.over.wait()
+            self._job.wait()
         return self
 
     def check(self) -> Run:

@@ -260,6 +260,27 @@ def test_stop_works_while_the_launching_cell_runs(lab: Lab, page: Any, shots: Pa
     page.screenshot(path=shots / "live-stopped.png")
 
 
+def test_a_rank_that_saves_when_it_is_stopped_is_shown_and_ended_by_a_second_stop(lab: Lab, page: Any) -> None:
+    saves = "import os, signal, time\nsignal.signal(signal.SIGTERM, lambda *_: time.sleep(1000))"
+    saves += "\nprint('rank', os.environ['RANK'], 'works', flush=True)\ntime.sleep(1000)"
+    lab.write(
+        "saves.ipynb", ["%load_ext ddpkit", f"%%torchrun --nproc-per-node 2 --as run\n{saves}", "print(run.state)"]
+    )
+    lab.open(page, "saves.ipynb")
+    for cell in (0, 1, 2):
+        run_cell(page, cell)
+    for rank in (0, 1):
+        wait_for_text(page, lane(page, rank), f"rank {rank} works")
+    stop = page.get_by_role("button", name=re.compile("^Stop"))
+    stop.click()
+    wait_for_text(page, page.locator(".ddpkit"), "Stop again to end it at once.")
+    assert re.search(r"handles SIGTERM, \d\d s left", page.locator(".ddpkit").inner_text())
+    before = time.monotonic()
+    stop.click()
+    wait_for_text(page, page.locator(".jp-OutputArea-output"), "stopped")
+    assert time.monotonic() - before < 10
+
+
 def test_a_failed_job_shows_who_is_at_fault_and_runs_no_markup(lab: Lab, page: Any, shots: Path) -> None:
     lab.write("fails.ipynb", ["%load_ext ddpkit", FAILS])
     lab.open(page, "fails.ipynb")

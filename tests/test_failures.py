@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import BLOCKED, RECORDS, left_after, process_of, wait_for_line, wait_until_blocked
+from conftest import BLOCKED, RECORDS, left_after, living, process_of, wait_for_line, wait_until_blocked
 
 import ddpkit
 from ddpkit.runfolder import wire
@@ -370,6 +373,78 @@ def test_a_rank_that_ignores_sigterm_is_killed_and_it_is_said(script: Callable[.
     assert any("ignored SIGTERM" in note for note in run.notes)
 
 
+# Its handler takes longer than the 2 s of a rank that has none.
+SAVES = (
+    PREAMBLE
+    + """
+def save(number, frame):
+    print("saving", flush=True)
+    time.sleep(SECONDS)
+    open(f"saved_{rank}", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+assert signal.getsignal(signal.SIGTERM) is save
+print("ready", flush=True)
+if rank == 1 and "fails" in sys.argv:
+    raise ValueError("boom")
+if "hangs" in sys.argv and rank == 0:
+    dist.barrier()
+time.sleep(1000)
+"""
+)
+
+
+@pytest.mark.cold
+def test_a_rank_that_saves_at_sigterm_gets_torchruns_time(script: Callable[..., str], home: Path) -> None:
+    path = script(SAVES.replace("SECONDS", "3"))
+    run = launch(path, args=["fails"], stall=1, stop_on_stall=True)
+    assert (run.state, run.culprit, run.notes) == ("failed", 1, ()), str(run)
+    assert run.ranks[0].words == "ended by torchrun" and (home / "saved_0").exists()
+    (home / "saved_0").unlink()
+    run = launch(path, wait=False)
+    wait_for_line(run, "ready")
+    assert (run.stop().state, run.notes) == ("stopped", ())
+    assert [(r.exitcode, r.words) for r in run.ranks] == [(0, "stopped")] * 2
+    assert (home / "saved_0").exists() and (home / "saved_1").exists()
+
+
+@pytest.mark.parametrize("limit", [{"stall": 2, "stop_on_stall": True}, {"timeout": 10, "stall": None}], ids=str)
+def test_a_hung_job_whose_ranks_save_when_it_is_ended_is_still_hung(
+    script: Callable[..., str], home: Path, capfd: pytest.CaptureFixture[str], limit: dict[str, Any]
+) -> None:
+    path = script(
+        SAVES.replace("SECONDS", "3").replace(
+            "if rank == 1", "if rank == 0: signal.signal(15, signal.SIG_DFL)\nif rank == 1"
+        )
+    )
+    run = ddpkit.launch(path, args=["hangs"], show="text", **{"timeout": 120, **limit})
+    assert (run.state, run.culprit) == ("hung" if "stop_on_stall" in limit else "timed_out", 1), str(run)
+    assert "Rank 1 never joined barrier #1" in run.verdict.sentence and (home / "saved_1").exists()
+    assert (
+        "Rank 1 handles SIGTERM by `save`, and has 29.5 s for that. Stop again to end it at once."
+        in capfd.readouterr().out
+    )
+
+
+@pytest.mark.cold
+def test_a_second_stop_ends_a_saving_rank_at_once(script: Callable[..., str], home: Path) -> None:
+    run = launch(script(SAVES.replace("SECONDS", "1000")), wait=False)
+    wait_for_line(run, "ready")
+    threading.Thread(target=run.stop, daemon=True).start()
+    wait_for_line(run, "saving")
+    before = time.monotonic()
+    run.stop()
+    assert time.monotonic() - before < 2 and not living(home)
+    assert (run.state, [r.signal for r in run.ranks], run.notes) == ("stopped", ["SIGKILL"] * 2, ())
+
+
+def test_a_saving_rank_gets_the_time_that_torchrun_was_given(script: Callable[..., str]) -> None:
+    path = script(SAVES.replace("SECONDS", "1000"))
+    for given in ({"torchrun": ["--shutdown-timeout=3"]}, {"env": {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}}):
+        run = launch(path, args=["fails"], **given)
+        assert run.notes == ("rank 0 handled SIGTERM for 2.5 s and was ended by SIGKILL.",)
+
+
 def test_a_job_longer_than_its_timeout_ends_with_stacks(script: Callable[..., str]) -> None:
     run = launch(script(BLOCKED), timeout=20)
     assert run.state == "timed_out"
@@ -453,3 +528,12 @@ except Exception:
     assert (run.culprit, run.diagnosis.name) == (1, "own_exception"), str(run)
     assert "rank 1: KeyError, line" in run.headline and "if rank == 1: raise KeyError(path)" in run.headline
     assert "caught it, and left by" in run.verdict.sentence
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
+def test_a_compiled_program_that_breaks_is_told_as_any_other(home: Path) -> None:
+    run = launch(str(Path(__file__).parent / "programs" / "compiled.py"), args=["--break"], stall=None)
+    assert (run.state, run.culprit, run.ranks[0].words) == ("failed", 1, "lost its peer: a consequence"), str(run)
+    failure = run.ranks[1].failure
+    assert failure and failure.where and "model(x)" in failure.where.source
+    assert "step 1" in run.ranks[1].stdout and "step 2" not in run.ranks[0].stdout

@@ -257,6 +257,29 @@ dist.barrier()
     assert run.diagnosis is not None and run.diagnosis.name == "killed"
 
 
+@pytest.mark.parametrize(
+    ("kept_by", "told"),
+    [
+        ("atexit.register(dist.barrier)", "it waits in barrier #4, in its exit functions."),
+        ("threading.Thread(target=time.sleep, args=(1000,)).start()", "it waits for its own threads to end."),
+    ],
+    ids=["exit functions", "threads"],
+)
+def test_an_exception_is_told_although_the_rank_cannot_end(
+    script: Callable[..., str], capfd: pytest.CaptureFixture[str], kept_by: str, told: str
+) -> None:
+    text = f"import atexit, threading\n{STARTS['usual']}{kept_by}\nif rank == 1:\n    raise ValueError('boom')\n"
+    run = ddpkit.launch(
+        script(text + "dist.all_reduce(torch.ones(1))\n"), stall=2, stop_on_stall=True, timeout=120, show="text"
+    )
+    said = f"Rank 1 raised ValueError: boom (line 14: raise ValueError('boom')). It did not end then: {told}"
+    assert (run.state, run.culprit) == ("hung", 1) and f"ddpkit: {said}\n" in capfd.readouterr().out
+    assert run.verdict.sentence.startswith(said), run.verdict.sentence
+    ended_s = (min(rank.told_ns for rank in run.ranks) - run.ranks[1].failure.at_ns) / 1e9
+    # Threads may still end by themselves, a wait for another rank may not.
+    assert ended_s < 8 or "threads" in told
+
+
 def test_the_pipe_of_questions_is_the_users_own(script: Callable[..., str]) -> None:
     run = begun(script(STARTS["usual"] + "print('ready', flush=True); time.sleep(1000)\n"))
     wait_for_line(run, "ready")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ddpkit.runfolder.account import Ending
-from ddpkit.runfolder.failures import LEAVES
+from ddpkit.runfolder.failures import FAILED_IN_CHECKPOINT, LEAVES
 from ddpkit.runfolder.ranks import Rank
-from ddpkit.verdict.ends import FAILED_IN_CHECKPOINT, End, end_by
+from ddpkit.verdict.ends import End, end_by
 from ddpkit.verdict.finding import Verdict
 
 MET: dict[str, str] = {
@@ -53,7 +53,7 @@ def _met(rank: Rank, end: End, kind: str) -> str:
 
 
 def _words_of_ended(rank: Rank, ending: Ending) -> str:
-    if rank.killed_for.startswith("it ignored"):
+    if rank.killed_for.startswith("it "):
         return f"{rank.killed_for.removeprefix('it ')}, then ended by SIGKILL"
     by = _ENDED_BY.get(ending.reason) or (
         "ended after torchrun's death" if ending.agent_signal else "ended by torchrun"

@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class RankNow:
-    """A rank at this moment; `kind` is starting, running, silent, passed, failed, consequence or ended."""
+    """A rank at this moment; `kind` is starting, running, silent, ending, passed, failed, consequence or ended."""
 
     rank: int
     kind: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import inspect
 import os
@@ -140,7 +141,7 @@ def start(
         Start(
             command,
             spec["cwd"],
-            env | _torchrun_settings(folder),
+            env | _torchrun_settings(folder, _shutdown_timeout(options, env)),
             _cold_because(target, options, env),
             # The folder that Python puts first in sys.path in the ranks.
             [os.path.dirname(script) if script else spec["cwd"]],
@@ -157,18 +158,9 @@ def start(
         notebook.show_live(sink)
     Watcher(run, job, sink, limits).start()
     if wait:
-        _wait(job)
+        job.wait()
         notebook.show_ended(run, sink)
     return run
-
-
-def _wait(job: Job) -> None:
-    """Wait until the job has ended; an interrupt stops it, and this returns once all its processes are gone."""
-    while not job.over.is_set():
-        try:
-            job.over.wait()
-        except KeyboardInterrupt:
-            job.stop("stopped")
 
 
 def refuse_inside_a_rank() -> None:
@@ -191,14 +183,21 @@ def _torchrun(target: Sequence[str], options: Options) -> list[str]:
     return [*command, *options.torchrun, *target]
 
 
-def _torchrun_settings(folder: Path) -> dict[str, str]:
-    return {
+def _torchrun_settings(folder: Path, shutdown_timeout: str) -> dict[str, str]:
+    asked = {wire.ENV_SHUTDOWN: shutdown_timeout} if shutdown_timeout else {}
+    return asked | {
         "PYTHON_EXEC": str(folder / wire.RANK_PYTHON),
         "PET_LOG_DIR": str(folder / wire.LOGS),
         "PET_REDIRECTS": "3",
         "PET_MONITOR_INTERVAL": "0.05",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
     }
+
+
+def _shutdown_timeout(options: Options, env: Mapping[str, str]) -> str:
+    """The value of torchrun's option --shutdown-timeout, which the ranks' keepers have to know; "" if it is not given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--shutdown-timeout", "--shutdown_timeout", default=env.get("PET_SHUTDOWN_TIMEOUT", ""))
+    return str(parser.parse_known_args(list(options.torchrun))[0].shutdown_timeout)
 
 
 def _base_environment() -> dict[str, str]:

@@ -95,13 +95,24 @@ class Job:
             return None
 
     def stop(self, reason: str) -> None:
-        """Begin to end the job and return at once. `reason`: stopped, timeout or stall; the first one counts."""
+        """Begin to end the job and return at once. `reason`: stopped, timeout or stall; the first one counts.
+
+        A rank whose SIGTERM handler runs gets torchrun's time for that; "stopped" once more ends it at once, too.
+        """
         with self._lock:
-            if self.end["reason"] or not self.running:
+            if not self.running or (self.end["reason"] and reason != "stopped"):
                 return
-            self.end["reason"] = reason
+            self.end["reason"] = self.end["reason"] or reason
             with contextlib.suppress(ProcessLookupError):
                 self._keeper.send_signal(signal.SIGTERM)
+
+    def wait(self) -> None:
+        """Wait until the job has ended; an interrupt stops it, and this returns once all its processes are gone."""
+        while not self.over.is_set():
+            try:
+                self.over.wait()
+            except KeyboardInterrupt:
+                self.stop("stopped")
 
     def note(self, text: str) -> None:
         """Add `text` to the run's notes, once."""

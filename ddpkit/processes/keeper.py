@@ -8,6 +8,7 @@ thread, because a parent-death signal is sent when the thread that forked ends.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -19,18 +20,19 @@ from typing import NoReturn
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from ddpkit.processes import grace
 from ddpkit.processes.forked_client import FATAL, PASSED_ON, end_like
 from ddpkit.processes.oom import OomWatch
 from ddpkit.processes.sweep import sweep
 from ddpkit.runfolder import wire
 
 TICK_S = 0.2
-RANK_GRACE_S = 2.0
-AGENT_GRACE_S = 4.0
 LINGER_S = 1.0
 LOOKED_AT_WITHIN_S = 3.0
 ALIKE_WITHIN_S = 6.0
 PR_SET_PDEATHSIG = 1
+# From when a child was told to end: the seconds after which it is killed, and what it then did with the signal.
+Grace = Callable[[int], tuple[float, str]]
 
 
 class Owner:
@@ -64,15 +66,22 @@ class Forked(BaseException):
 
 
 class Keeper:
-    """Keeps one child process, which runs `become` and never returns from it."""
+    """Keeps one child process, which runs `become` and never returns from it.
 
-    def __init__(self, become: Callable[[], None], owner: Owner, record: Path, grace_s: float) -> None:
+    A child that is told to end is killed when its grace has passed; if it is `hasty`, also when it is told once more.
+    """
+
+    def __init__(
+        self, become: Callable[[], None], owner: Owner, record: Path, grace: Grace, hasty: bool = False
+    ) -> None:
         self.become = become
         self.owner = owner
         self.record = record
-        self.grace_s = grace_s
+        self.grace = grace
+        self.hasty = hasty
         self.told: str | None = None
         self.told_ns = 0
+        self.told_again = False
         self.killed_for = ""
         self.status: int | None = None
         self.peak_rss_mib = 0.0
@@ -126,9 +135,13 @@ class Keeper:
         return True
 
     def _pass_on(self, which: signal.Signals) -> None:
-        if which in FATAL and self.told is None:
-            self.told, self.told_ns = which.name, time.time_ns()
-        self._signal_group(which)
+        if which not in FATAL or self.told is None:
+            if which in FATAL:
+                self.told, self.told_ns = which.name, time.time_ns()
+            self._signal_group(which)
+        elif self.hasty:
+            self.told_again = True
+            self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, which: signal.Signals) -> None:
         try:
@@ -146,9 +159,11 @@ class Keeper:
             self._pass_on(signal.SIGTERM)
 
     def _lose_patience(self) -> None:
-        if self.told and time.time_ns() - self.told_ns > self.grace_s * 1e9:
-            self.killed_for = f"it ignored {self.told} for {self.grace_s:g} s"
-            self._signal_group(signal.SIGKILL)
+        if self.told:
+            grace_s, did = self.grace(self.told_ns)
+            if time.time_ns() - self.told_ns > grace_s * 1e9:
+                self.killed_for = f"it {did} {self.told} for {grace_s:g} s"
+                self._signal_group(signal.SIGKILL)
 
     def _write_record(self) -> None:
         status = self.status or 0
@@ -189,7 +204,7 @@ def keep_rank(become: Callable[[], None], owner: int) -> int:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    keeper = Keeper(become, Owner(owner), folder / wire.EXIT, RANK_GRACE_S)
+    keeper = Keeper(become, Owner(owner), folder / wire.EXIT, functools.partial(grace.of_rank, folder))
     return keeper.run(after=lambda: _let_the_others_speak(keeper, folder))
 
 
@@ -249,8 +264,9 @@ def keep_agent(become: Callable[[], None], owner: int) -> int:
         os.environ[wire.ENV_AGENT] = str(os.getpid())
         become()
 
-    keeper = Keeper(become_known, Owner(owner), folder / wire.AGENT_RECORD, AGENT_GRACE_S)
-    return keeper.run(after=lambda: sweep(folder))
+    of_agent = functools.partial(grace.of_agent, folder)
+    keeper = Keeper(become_known, Owner(owner), folder / wire.AGENT_RECORD, of_agent, hasty=True)
+    return keeper.run(after=lambda: sweep(folder, at_once=keeper.told_again))
 
 
 def executing(command: Sequence[str]) -> Callable[[], None]:

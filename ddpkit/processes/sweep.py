@@ -15,13 +15,20 @@ SWEEP_GRACE_S = 2.5
 ENDS_BY_ITSELF = "torch_shm_manager"
 
 
-def sweep(folder: Path) -> None:
-    """End every process of the job in `folder` that outlived its agent: SIGTERM, then SIGKILL."""
+def sweep(folder: Path, at_once: bool = False) -> None:
+    """End every process of the job in `folder` that outlived its agent: SIGTERM, then SIGKILL.
+
+    `at_once`: SIGKILL; but the keepers, which end by themselves, first write down how their ranks ended.
+    """
     found = _marked(folder)
     if not found:
         return
     swept = {pid: {"pid": pid, "command": command, "signal": "SIGTERM"} for pid, command in found.items()}
-    _signal_all(found, signal.SIGTERM)
+    if at_once:
+        children = {pid: command for pid, command in found.items() if wire.KEEPER_FILE not in command}
+        _signal_all(children, signal.SIGKILL)
+    else:
+        _signal_all(found, signal.SIGTERM)
     until = time.monotonic() + SWEEP_GRACE_S
     while (found := _marked(folder)) and time.monotonic() < until:
         time.sleep(0.02)

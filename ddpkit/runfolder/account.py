@@ -95,7 +95,7 @@ def _of_the_ranks(attempts: Sequence[tuple[Rank, ...]]) -> list[str]:
     if len(attempts) > 1:
         notes.append(f"torchrun restarted the ranks: this was attempt {len(attempts)}, see run.attempts.")
     for rank in attempts[-1] if attempts else ():
-        if rank.killed_for.startswith("it ignored"):
+        if rank.killed_for.startswith("it "):
             notes.append(f"rank {rank.rank} {rank.killed_for.removeprefix('it ')} and was ended by SIGKILL.")
     return notes
 

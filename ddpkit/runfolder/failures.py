@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from . import wire
 from .frames import Frame, Sources, read_frame, stack_frames
@@ -21,7 +21,7 @@ LEAVES = {
 }
 _MOST_NAMES = 6
 # What torch says to a rank that lost a peer, and to one that gave up waiting.
-PEER_LOST = re.compile(
+_PEER_LOST = re.compile(
     r"gloo/transport/.*(closed by peer|reset by peer|Broken pipe)"
     r"|DistNetworkError: (Broken pipe|Connection reset by peer)"  # of a store
     r"|Application timeout caused pair closure"
@@ -32,7 +32,7 @@ PEER_LOST = re.compile(
     r"|Detected at least one rank that exhausted inputs\. Throwing across all ranks",
     re.DOTALL,
 )
-GAVE_UP = re.compile(
+_GAVE_UP = re.compile(
     r"Timed out waiting \d+ms for (recv|send) operation"
     r"|RuntimeError: Operation timed out!"
     r"|Watchdog caught collective operation timeout"
@@ -44,13 +44,23 @@ GAVE_UP = re.compile(
     r"|failed to pass monitoredBarrier"
 )
 # Ranks joined different collectives; none of these texts says which of them is wrong.
-PARTED = re.compile(
+_PARTED = re.compile(
     r"op\.preamble\.length <= op\.nbytes"
     r"|Detected mismatch between collectives on ranks"
     r"|Error when verifying shape tensors for collective"
     r"|appears not to match (sizes|strides) of the same param in process 0"
     r"|DDP expects same model across all ranks"
 )
+# What a program raises on a healthy rank to report that another rank has failed.
+_TELLS_OF_ANOTHER = re.compile(
+    r"\b((an)?other|a|some|\d+) (rank|process|worker|replica|peer)(s|es|\(s\))? (ha[sd] |have )?"
+    r"(failed|crashed|raised|aborted|died|reported)\b"
+    r"|\bpeer (rank )?(has )?failed\b"
+    r"|\b(failed|failure|error|exception) (on|in|of|from) (an)?other (rank|process|worker|replica|peer)",
+    re.IGNORECASE,
+)
+# torch.distributed.checkpoint raises on every rank the errors of some; with `reduce_fun`, the error of the combined result.
+FAILED_IN_CHECKPOINT = re.compile(r"^CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)(?!.*reduce_fun\()", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,16 @@ class Failure:
         return f"{self.type}: {message}" if message else self.type
 
     @property
+    def texts(self) -> list[str]:
+        """`ValueError: boom` in full, then the exceptions that it was raised from."""
+        return [f"{kind}: {message}" for kind, message in ((self.type, self.message), *self.chain)]
+
+    @property
+    def tells_of_another(self) -> bool:
+        """Whether its message says that another rank failed."""
+        return bool(_TELLS_OF_ANOTHER.search(self.message))
+
+    @property
     def details(self) -> str:
         """`; it began with KeyError: 'x' (line 3: ...)`, and what else is known beside its text."""
         said = f"; it began with {self.began_with}" if self.began_with else ""
@@ -105,6 +125,15 @@ class Failure:
             more = ", …" if len(self.without_gradient) > _MOST_NAMES else ""
             said += f"; no gradient came for {', '.join(self.without_gradient[:_MOST_NAMES])}{more}"
         return said
+
+
+def said_of_others(texts: Sequence[str]) -> Literal["parted", "peer_lost", "gave_up", ""]:
+    """What an error's texts say of another rank: it joined a different collective, it ended, or it did not come."""
+    if any(map(_PARTED.search, texts)):
+        return "parted"
+    if any(map(_PEER_LOST.search, texts)):
+        return "peer_lost"
+    return "gave_up" if any(map(_GAVE_UP.search, texts)) else ""
 
 
 def read_failure(own: Path, log: Path | None, ended: dict[str, Any], cells: Sources) -> Failure | None:

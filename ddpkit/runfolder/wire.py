@@ -39,6 +39,9 @@ ENV_AGENT = "DDPKIT_AGENT"
 ENV_ZYGOTE = "DDPKIT_ZYGOTE"
 # Fills the zygote's environment, to make room for that of the processes it forks.
 ENV_ROOM = "DDPKIT_ROOM"
+# torchrun's own: the seconds from SIGTERM to SIGKILL. Its default is 30.
+ENV_SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+SHUTDOWN_S = 30
 
 # Seconds without a launch after which the zygote ends by itself.
 WARM_IDLE_S = 1200
@@ -77,6 +80,9 @@ FAILURE = "failure.json"
 FINISHED = "finished.json"
 # The signals that the rank sent to other processes.
 SENT = "sent.json"
+# When the program's own SIGTERM handler last began; and, by the keeper, how long the rank may therefore still run.
+HANDLER = "handler.json"
+GRACE = "grace.json"
 EXIT = "exit.json"
 REPORTS = "reports.jsonl"
 RETURNED = "returned.pkl"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Literal
 
 from ddpkit.runfolder.calls import Collective, first_split
-from ddpkit.runfolder.failures import GAVE_UP, LEAVES, PARTED, PEER_LOST, Failure
+from ddpkit.runfolder.failures import FAILED_IN_CHECKPOINT, LEAVES, Failure, said_of_others
 from ddpkit.runfolder.frames import Frame, ends_in_torch
 from ddpkit.runfolder.ranks import Rank
 
@@ -15,16 +14,6 @@ from .places import STILL_FROM_S, WAITS_FROM_S, place_of
 
 End = Literal["passed", "own", "parted", "peer_lost", "gave_up", "reported", "was_ended", "unknown"]
 
-# torch.distributed.checkpoint raises on every rank the errors of some; with `reduce_fun`, the error of the combined result.
-FAILED_IN_CHECKPOINT = re.compile(r"^CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)(?!.*reduce_fun\()", re.DOTALL)
-# What a program raises on a healthy rank to report that another rank has failed.
-_REPORTS_ANOTHER = re.compile(
-    r"\b((an)?other|a|some|\d+) (rank|process|worker|replica|peer)(s|es|\(s\))? (ha[sd] |have )?"
-    r"(failed|crashed|raised|aborted|died|reported)\b"
-    r"|\bpeer (rank )?(has )?failed\b"
-    r"|\b(failed|failure|error|exception) (on|in|of|from) (an)?other (rank|process|worker|replica|peer)",
-    re.IGNORECASE,
-)
 _LAST_WORDS = 4_000
 _NEED_ALL = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -32,7 +21,7 @@ _NEED_ALL = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_al
 def ends(ranks: Sequence[Rank]) -> dict[int, End]:
     """How each rank ended, by rank."""
     found = {rank.rank: end_of(rank, ranks) for rank in ranks}
-    reports = [r.rank for r in ranks if found[r.rank] == "own" and reports_another(r)]
+    reports = [r.rank for r in ranks if found[r.rank] == "own" and r.failure and r.failure.tells_of_another]
     if len(reports) < len(ranks):
         found |= dict.fromkeys(reports, "reported")
     return found
@@ -57,7 +46,8 @@ def end_of(rank: Rank, ranks: Sequence[Rank]) -> End:
 def own_end(rank: Rank) -> End:
     """How a rank ended, according to its own record alone."""
     if rank.exitcode == 0:
-        return "passed"
+        # Its SIGTERM handler may leave with 0.
+        return "was_ended" if rank.told and (rank.finished_ns or rank.told_ns) >= rank.told_ns else "passed"
     if rank.failure and not (rank.told and rank.told_ns < rank.failure.at_ns):
         return end_by(rank.failure, rank)
     if rank.told:
@@ -72,26 +62,12 @@ def end_by(failure: Failure, rank: Rank) -> End:
     failed = FAILED_IN_CHECKPOINT.match(failure.message)
     if failed and str(rank.rank) not in failed[1].split(", "):
         return "peer_lost"
-    said = [f"{failure.type}: {failure.message}", *(f"{kind}: {message}" for kind, message in failure.chain)]
+    said = failure.texts
     # A C++ thread that finds a connection closed aborts or crashes the process; its message is on stderr.
-    last_words = rank.stderr[-_LAST_WORDS:] if failure.type in ("SIGABRT", "SIGSEGV") else ""
-    if any(map(PARTED.search, [*said, last_words])):
-        return "parted"
-    if failure.type == "SIGABRT":
-        said.append(last_words)
-    if any(map(PEER_LOST.search, said)):
-        return "peer_lost"
-    return "gave_up" if any(map(GAVE_UP.search, said)) else "own"
-
-
-def is_suffered(text: str) -> bool:
-    """Whether an exception's text says that another rank ended, did not answer, or joined something else."""
-    return bool(PEER_LOST.search(text) or GAVE_UP.search(text) or PARTED.search(text))
-
-
-def reports_another(rank: Rank) -> bool:
-    """Whether a rank raised an exception that says another rank failed."""
-    return rank.failure is not None and bool(_REPORTS_ANOTHER.search(rank.failure.message))
+    if failure.type in ("SIGABRT", "SIGSEGV"):
+        said.append(rank.stderr[-_LAST_WORDS:])
+    means = said_of_others(said)
+    return "own" if not means or (failure.type == "SIGSEGV" and means != "parted") else means
 
 
 def failed_at(rank: Rank) -> int:

@@ -15,8 +15,6 @@ _LONGEST_HABIT = 24
 # After this many messages, each rank's part in the exchange is known.
 _ROLES_SHOW_AFTER = 2
 
-Histories = Mapping[int, Sequence[Collective]]
-
 
 def by_next_call(now: Scene, inside: set[int]) -> Finding | None:
     """The ranks whose next call differs from that of most, where all had made the same calls before.
@@ -84,7 +82,7 @@ def by_habit(now: Scene, inside: set[int]) -> Finding | None:
     return None
 
 
-def _only_one_to_leave_a_habit(ways: Histories, inside: set[int]) -> tuple[int, int] | None:
+def _only_one_to_leave_a_habit(ways: Mapping[int, Sequence[Collective]], inside: set[int]) -> tuple[int, int] | None:
     """The only rank that left its habit, and at which of its calls.
 
     If several ranks leave a habit after the same number of calls, the habit has ended, like a loop. With only two ranks,

@@ -153,8 +153,15 @@ def _stood_still(ranks: Sequence[Rank]) -> bool:
 
 
 def who_holds_up_the_job(ranks: Sequence[Rank]) -> Finding:
-    """The ranks that hold up a job in which nothing moves, also if a rank gave up a wait earlier and caught the error."""
-    moment = first_given_up(ranks, ends(ranks))
+    """The ranks that hold up a job in which nothing moves, also if a rank gave up a wait earlier and caught the error.
+
+    A rank that has raised has failed by that, even if its exit functions now wait for others.
+    """
+    ended = ends(ranks)
+    own = [rank for rank in ranks if rank.failure and ended[rank.rank] == "own"]
+    if own:
+        return by_own_failure(own, ranks)
+    moment = first_given_up(ranks, ended)
     found = _by_questions_2_and_3(ranks, moment)
     return found if found.ranks or moment is None else _by_questions_2_and_3(ranks)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from itertools import zip_longest
 
 from ddpkit.runfolder.calls import Collective, camps
+from ddpkit.runfolder.failures import said_of_others
 from ddpkit.runfolder.frames import is_in
 
-from .ends import is_suffered
 from .finding import Finding
 from .habits import by_habit, by_next_call
 from .places import peers
@@ -75,7 +75,7 @@ def by_exception(now: Scene, inside: set[int]) -> Finding | None:
     """
     failed = {}
     for number, place in now.at.items():
-        said = "" if is_suffered(place.rank.handling) else place.rank.handling
+        said = "" if said_of_others([place.rank.handling]) else place.rank.handling
         if said or place.rank.thread_died_of:
             failed[number] = said or f"{place.rank.thread_died_of}, in a thread"
     if len(failed) != 1:

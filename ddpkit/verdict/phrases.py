@@ -10,7 +10,7 @@ from ddpkit.runfolder.frames import Frame
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
 
-from .places import Place, peers
+from .places import Place, peers, place_on_the_way_out
 
 _WORKERS_OWN = "_worker_loop"
 
@@ -45,6 +45,17 @@ def did(rank: Rank) -> str:
         return f"left by {LEAVES[failure.type]}, {stable(failure.message).strip()}{in_brackets(failure.where)}{beside}"
     left = f", caught it, and left by {stable(failure.left_by)}" if failure.left_by else ""
     return f"raised {failure.text.rstrip('.')}{in_brackets(failure.where)}{left}{failure.details}"
+
+
+def then_did(rank: Rank) -> str:
+    """What kept a failed rank from ending: ` It did not end then: it waits in barrier #4, in its exit functions.`, or ""."""
+    place = place_on_the_way_out(rank)
+    if place is None or place.kind == "unknown":
+        return ""
+    left = next((frame.source for frame in place.rank.stack_frames if frame.function == "leave" and not frame.own), "")
+    if "threading" in left:
+        return " It did not end then: it waits for its own threads to end."
+    return f" It did not end then: it {doing(place)}{', in its exit functions' * ('atexit' in left)}."
 
 
 def did_alike(ranks: Sequence[Rank]) -> str:

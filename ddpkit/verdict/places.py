@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddpkit.runfolder.calls import Collective
@@ -69,6 +69,14 @@ def place_of(rank: Rank, at_ns: int | None = None) -> Place:
     if rank.look.state == "stopped":
         return Place(rank, "stopped", rank.at, waits_in)
     return _where_it_is(rank, waits_in)
+
+
+def place_on_the_way_out(rank: Rank) -> Place | None:
+    """Where a rank was that had failed and not ended: None if no look saw it, or only just after its failure."""
+    failure, look = rank.failure, rank.look
+    if failure is None or look is None or look.at_ns - failure.at_ns < STILL_FROM_S * 1e9:
+        return None
+    return place_of(replace(rank, failure=None, exitcode=None))
 
 
 def _where_it_failed(rank: Rank, waits_in: Collective | None) -> Place:

@@ -12,7 +12,7 @@ from ddpkit.runfolder.ranks import Rank
 
 from .ends import sent_by
 from .finding import Finding
-from .phrases import at, did, did_alike, doing, helper, in_brackets, ranks_said
+from .phrases import at, did, did_alike, doing, helper, in_brackets, ranks_said, then_did
 from .places import Place
 
 _UNTOLD = "Which of them is wrong cannot be told."
@@ -243,7 +243,7 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "tie": lambda f: (
         f"a tie: {'; '.join(f'rank {n} {did(f.ranks[n])}' for n in f.found.others)}, within a millisecond."
     ),
-    "first": lambda f: f"{f.who} {did(f.first)}." + (f" Later {_other_did(f)}" if f.found.others else ""),
+    "first": lambda f: f"{f.who} {did(f.first)}.{then_did(f.first)}" + f" Later {_other_did(f)}" * bool(f.found.others),
     "named by a rank": _other_did,
     "reported": _reported,
     "reported/unknown": lambda f: f"{_other_did(f)} Which rank failed is not recorded: the culprit cannot be told.",

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ddpkit.diagnosis.rows import Standstill, rows
 from ddpkit.display.sink import Line, Now, RankNow, Sink
@@ -23,7 +24,8 @@ from ddpkit.runfolder.ranks import Rank, read_attempts
 from ddpkit.verdict.ends import own_end
 from ddpkit.verdict.finding import Finding
 from ddpkit.verdict.judge import who_holds_up_the_job
-from ddpkit.verdict.places import BUSY_FROM
+from ddpkit.verdict.phrases import ranks_said
+from ddpkit.verdict.places import BUSY_FROM, place_on_the_way_out
 from ddpkit.verdict.words import sentence
 
 from .log_cap import LogCap
@@ -66,6 +68,7 @@ class Watcher:
     _still_exits: tuple[int | None, ...] = ()
     _looked_at_failure_of: int = -1
     _hoped_at: float = -math.inf
+    _handling: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def start(self) -> None:
         """Begin to watch and return at once. `job.over` is set at the end, whatever happens here."""
@@ -87,7 +90,7 @@ class Watcher:
                 ranks = [rank for attempt in read_attempts(self.run.folder) for rank in attempt]
                 keep_texts(self.run.folder, ranks)
                 note_files_that_came_later(self.run.folder, (rank.folder for rank in ranks))
-                withdraw([rank for rank in ranks if rank.exitcode == 0])
+                withdraw([rank for rank in ranks if own_end(rank) == "passed"])
             self.job.finish()
             with contextlib.suppress(Exception):
                 self.sink.end(self.run)
@@ -122,6 +125,7 @@ class Watcher:
         ranks = attempts[-1] if attempts else ()
         self._cap.apply([tail for tail in self._tails.tails.values() if tail.size > self._cap.bytes])
         self._progress.update(ranks)
+        self._handling = _handling(ranks)
         self._mind_the_limits(ranks)
         elapsed = time.monotonic() - self.job.started
         self._note_standstill(ranks, elapsed)
@@ -131,6 +135,11 @@ class Watcher:
         return "stopping" if self.job.end["reason"] else "running"
 
     def _note(self) -> str:
+        if self._handling:
+            who, (first, *more) = ranks_said(list(self._handling)), self._handling.values()
+            does = "handle SIGTERM by their own code, and have" if more else f"handles SIGTERM{first['by']}, and has"
+            stop = "Stop again to end" if self.job.end["reason"] else "Stop twice to end"
+            return f"{who.capitalize()} {does} {first['seconds']:g} s for that. {stop} it at once."
         if self.job.end["notes"]:
             return self.job.end["notes"][-1]
         return f"No rank has made progress for {self.limits.stall_s:g} s." if self._finding else ""
@@ -166,6 +175,9 @@ class Watcher:
         if rank.exitcode is None:
             if not rank.pid:
                 return "starting", "starting"
+            if grace := self._handling.get(rank.rank):
+                left_s = max(0.0, (grace["until_ns"] - time.time_ns()) / 1e9)
+                return "ending", f"handles SIGTERM, {left_s:.0f} s left"
             silent_s = self._progress.silent_s(rank)
             if self.limits.stall_s is not None and silent_s > self.limits.stall_s:
                 return "silent", f"silent for {silent_s:.0f} s"
@@ -180,7 +192,7 @@ class Watcher:
     # The limits.
 
     def _mind_the_limits(self, ranks: Sequence[Rank]) -> None:
-        if self.job.end["reason"]:
+        if self.job.end["reason"] or self._handling:
             return
         limits, silent_s = self.limits, self._progress.job_silent_s(ranks)
         if limits.timeout_s is not None and time.monotonic() - self.job.started > limits.timeout_s:
@@ -211,12 +223,13 @@ class Watcher:
         """Whether a stalled job may still go on or end by itself.
 
         The rank that holds it up, or its child, computes (imports torch, say) or waits for the disk; torch has not yet
-        noticed a dead loader worker; or a failed rank is on its way out: 5 s for each worker that does not answer.
+        noticed a dead loader worker; or a failed rank is on its way out, and does not wait for another one there: it takes 5 s
+        for each worker that does not answer.
         """
         found, stall_s = self._finding, self.limits.stall_s or 0
         if found is None or silent_s > BUSY_PATIENCE * stall_s:
             return False
-        if found.kind == "loader_dead" or any(rank.failure and rank.exitcode is None for rank in ranks):
+        if found.kind == "loader_dead" or any(map(_is_ending, ranks)):
             return True
         held_by = [rank for rank in ranks if rank.rank in found.ranks or not found.ranks]
         living = [rank for rank in held_by if rank.exitcode is None and rank.pid]
@@ -239,6 +252,24 @@ class Watcher:
                 self.job.note(
                     f"the disk that holds {wire.ENV_HOME} is full: output and records of this run may be cut."
                 )
+
+
+def _handling(ranks: Sequence[Rank]) -> dict[int, dict[str, Any]]:
+    """The ranks that were told to end and whose own SIGTERM handlers have started, as their keepers recorded."""
+    found = {}
+    for rank in ranks:
+        grace = wire.read_record(rank.folder / wire.GRACE) if rank.exitcode is None else None
+        if grace:
+            found[rank.rank] = grace
+    return found
+
+
+def _is_ending(rank: Rank) -> bool:
+    """Whether a rank has failed, and does not wait for another rank on its way out."""
+    if rank.failure is None or rank.exitcode is not None:
+        return False
+    place = place_on_the_way_out(rank)
+    return place is None or place.kind not in ("waiting", "joining")
 
 
 def _failed_attempt(ranks: Sequence[Rank]) -> int:

@@ -168,6 +168,8 @@ class View {
     this.root.dataset.state = state;
     if (!this.unheard) this.note.textContent = note;
     if (state === "stopping") this.showStopping();
+    // A rank that handles SIGTERM has time for that; to stop once more ends it at once.
+    if ([...this.lanes.values()].some((lane) => lane.kind === "ending")) this.stop.removeAttribute("aria-disabled");
   }
 
   drawSoon() {
