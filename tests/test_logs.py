@@ -219,6 +219,37 @@ def test_interleaved_ranks_are_told_apart_whatever_stands_before_their_lines(sha
         assert {c.rank for c in found.consequences} == {0, 1, 3}
 
 
+@pytest.mark.parametrize(
+    ("before", "rank"),
+    [
+        *(
+            (each, None)
+            for each in ("c00000{r}: ", "ip-10-0-0-{r}: ", "h{r}.local: ", "algo-{r}-abcde  | ", "trainer/{r} ")
+        ),
+        *((each, None) for each in ("(train, pid=312{r}) ", "train-x{r} pytorch ", "[pod/job-x{r}yz1/main] ")),
+        ("2026-01-01 10:00:{n:02d},{n:03d} host-{r} INFO ", None),
+        *((each, 2) for each in ("rank {r}: ", "[{r}]: ", "[1,{r}]<stderr>:", "(main, rank={r}) ")),
+        *(
+            (each, None)
+            for each in ("stderr: ", "| ", "> ", "launcher: ", "{n:4d}  ", "{n}: ", "{n:6d}\t", "{n:3d} | ")
+        ),
+    ],
+)
+def test_what_precedes_the_lines_is_learned_from_a_traceback(before: str, rank: int | None) -> None:
+    dice = random.Random(0)
+    queues = {r: (OWN if r == 2 else LOST).split("\n") for r in (range(4) if "{r}" in before else (2,))}
+    for ahead in ("", TRAINING):
+        rows = [(0, line) for line in ahead.splitlines()]
+        todo = {r: list(queue) for r, queue in queues.items()}
+        while any(todo.values()):
+            r = dice.choice([r for r, queue in todo.items() if queue])
+            rows.append((r, todo[r].pop(0)))
+        text = "".join(f"{before.format(r=r, n=n)}{line}\n" for n, (r, line) in enumerate(rows, 1))
+        found = diagnose(text)
+        assert (found.name, found.rank) == ("own_exception", rank), str(found)
+        assert found.sentence.endswith("raised KeyError at /home/you/train.py:12: loss = net(batch).")
+
+
 def test_progress_bars_colours_and_odd_bytes_do_not_hide_the_line() -> None:
     bars = b"".join(b"\rEpoch 0: %d%%|\xe2\x96\x88  | %d/99 [00:01<00:02, 3.1it/s]" % (i, i) for i in range(99))
     error = b"\x1b[31mtorch.cuda.OutOfMemoryError\x1b[0m: CUDA out of memory. Tried to allocate 2.00 GiB \xff\xfe"

@@ -20,6 +20,7 @@ CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
 LONGEST_LINE = 20_000
 MOST_IN_JSON = 300
+MOST_LEARNED = 64
 KINDS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json")
 
 _ESCAPES = re.compile(
@@ -32,7 +33,7 @@ _PREFIXES = tuple(
     re.compile(p)
     for p in (
         # Kubernetes, docker, CRI; loggers; journald; the kernel.
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t]+(?:std(?:out|err) [FP] )?",
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t](?:std(?:out|err) [FP] )?",
         r"[\[(]?\d{4}[-/]\d\d[-/]\d\d[ _]\d\d:\d\d:\d\d(?:[.,]\d+)?[\])]?:?[ \t]+(?!\d+ main\b)",
         r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]+ (?P<key>[\w./@-]+(?:\[\d+\])?): ",
         r"\[[ \d]{1,6}\d\.\d{6}\] ",
@@ -43,14 +44,18 @@ _PREFIXES = tuple(
         r"\[(?P<rank>\d{1,4})\](?:<std(?:out|err)>: ?| (?=\[\d{4}-))",
         r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,algo-\d+)?\] ?<std(?:out|err)>: ?",
         r"\[[Rr][Aa][Nn][Kk][ :=]*(?P<rank>\d+)\]:? ?",
-        # Ray, docker compose, kubectl --prefix, stern, DeepSpeed over pdsh.
+        # Ray, DeepSpeed over pdsh.
         r"\((?P<key>[A-Za-z_][\w.<>]* ?(?:\([^)]*\) )?pid=\d+(?:, ip=[\d.]+)?)(?:, (?:world_)?rank=(?P<rank>\d+))?\) ",
-        r"(?P<key>[\w.-]+[-_]\d+) +\| ",
-        r"\[(?P<key>pod/[\w./-]+|[a-z][\w.]*(?:-[\w.]+)*-(?:\d+|[a-z0-9]{5}))\] ",
-        r"(?P<key>(?:\d{1,3}\.){3}\d{1,3}|(?:worker|node|host|gpu|compute)[\w-]*\d): (?=\S|\s{2})",
     )
 )
-_LABELLED = re.compile(r"^ *(?P<rank>\d{1,4}): ?")
+# `srun -l` puts a number before every line; pdsh, docker compose, kubectl --prefix put the name of a host or container.
+_LABELLED = re.compile(
+    r"^ *\[?(?:(?P<rank>\d{1,4})\]?:(?: |$)|(?!(?:step|iter|epoch|batch))"
+    r"(?P<key>(?=[\w./-]*\d)[\w./-]*[A-Za-z][\w./-]*|(?:\d{1,3}\.){3}\d{1,3})(?:: |\] | +\| ))"
+)
+_FRAME = re.compile(r'(?P<before>[^"\']{1,100}?[\s:|>\])])  File "[^"]+", line \d+')
+_VARIES = re.compile(r"\d{4}[-/]\d\d[-/]\d\d|\d[\d.]*(?::\d[\d.,]*)+Z?|^\W*\d+[^\w\]]*$")
+_RANK_BEFORE = re.compile(r"(?i)\brank\W{0,2}(\d+)|^\[(\d{1,4})\]:? ?$")
 _OF_TORCH = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\] ")
 _SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|(?:^|Error: )(?:Rank|rank|RANK) (\d+)[:,] ")
 _RAY = re.compile(r"pid=(\d+)\) world_rank=(\d+)")
@@ -184,13 +189,34 @@ class Reader:
         text = head[:HEAD_BYTES].decode("utf-8", "replace")
         self._rank_of = {pid: int(rank) for pid, rank in _RAY.findall(text)}
         lines = [line for line in text.splitlines() if line.strip()]
-        # `srun -l` puts a number and a colon before every line. If few lines have that, it is something else.
-        self._labelled = sum(bool(_LABELLED.match(line)) for line in lines) > 0.3 * len(lines)
+        labels = [label for line in lines if (label := _LABELLED.match(line))]
+        # If few lines have one, it is something else.
+        self._labelled = len(labels) > 0.3 * len(lines)
+        numbers = [int(label["rank"] or -1) for label in labels]
+        counts = numbers == list(range(numbers[0], numbers[0] + len(numbers))) if len(numbers) > 2 else False
+        # An editor's numbers of lines are no ranks.
+        self._numbered = counts and (numbers[0] > 0 or len(numbers) > 8)
+        self._before: dict[str, None] = {}
+        self._learned: re.Pattern[str] | None = None
         self._json = bool(lines) and all(_of_json(line) for line in lines[:3])
         told = {rank for line in lines if (rank := self._stripped(line)[0]) is not None}
         # A file with lines of other ranks is not named after the rank that wrote it.
         if told - {self.rank}:
             self.rank = None
+
+    def learn(self, chunk: bytes) -> None:
+        """Learn what precedes the frames of tracebacks in `chunk`: the same precedes their writers' other lines."""
+        seen, at = set[bytes](), chunk.find(b'  File "')
+        while at >= 0 and len(seen) < MOST_LEARNED:
+            begin = max(chunk.rfind(b"\n", 0, at), chunk.rfind(b"\r", 0, at)) + 1
+            if (before := chunk[begin:at]).strip() and before not in seen:
+                seen.add(before)
+                text = self._line(0, chunk[begin : at + 300].decode("utf-8", "replace")).text
+                if (found := _FRAME.match(text)) and (head := found["before"].rstrip()):
+                    shape = re.sub(r"(?:\\ )+", r"\\s+", re.sub(r"\d+", r"\\d+", re.escape(head)))
+                    self._before[shape + re.escape(found["before"][len(head) :])] = None
+                    self._learned = re.compile("|".join(sorted(self._before, key=len, reverse=True)))
+            at = chunk.find(b'  File "', at + 1)
 
     def lines(self, number: int, raw: bytes) -> Iterator[Line]:
         """The line of that number without its prefixes; a line of JSON may hold several."""
@@ -221,7 +247,10 @@ class Reader:
     def _stripped(self, text: str) -> tuple[int | None, str, str]:
         rank, key, at = None, "", 0
         if self._labelled and (label := _LABELLED.match(text)):
-            rank, key, at = int(label["rank"]), label["rank"], label.end()
+            at = label.end()
+            if not self._numbered:
+                key = label["rank"] or label["key"]
+                rank = int(label["rank"]) if label["rank"] else None
         for _ in range(4):
             for prefix in _PREFIXES:
                 if found := prefix.match(text, at):
@@ -233,4 +262,9 @@ class Reader:
                     break
             else:
                 break
+        if self._learned and (found := self._learned.match(text, at)):
+            at = found.end()
+            key += re.sub(r"\W+", " ", _VARIES.sub("", found[0]))
+            if said := _RANK_BEFORE.search(found[0]):
+                rank = int(said[1] or said[2])
         return rank, key, text[at:]

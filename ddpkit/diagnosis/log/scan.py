@@ -144,6 +144,7 @@ class _OneLog:
         for chunk in chunks(self._source):
             if not last:
                 self._reader = Reader(self._source, chunk)
+            self._reader.learn(chunk)
             self._read_chunk(chunk, number)
             number += chunk.count(b"\n")
             last = (last + chunk)[-TAIL_BYTES:]
