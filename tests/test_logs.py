@@ -79,7 +79,7 @@ def test_a_recorded_log_leads_to_its_failure(log: Recorded) -> None:
     for each in (*found.evidence, *found.consequences):
         assert each.file == str(log.path)
         assert re.sub(r"\W", "", each.text)[-20:] in re.sub(r"\x1b\[[\d;]*m|\W", "", lines[each.line - 1]), each
-    assert bool(found.evidence) == (log.failure != HEALTHY)
+    assert bool(found.evidence) == (log.failure not in (HEALTHY, UNKNOWN))
 
 
 def test_every_recorded_log_is_entered() -> None:
@@ -466,6 +466,24 @@ def test_the_exit_code_and_the_json_say_what_was_found(tmp_path: Path) -> None:
     assert set(told) == {"name", "title", "sentence", "rank", "evidence", "consequences", "confidence", "collect"}
     html = diagnose(bad)._repr_html_()
     assert "own_exception" in html and "<script" not in diagnose("<script>\nValueError: <script>\n")._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("", 0),
+        ("loading the next shard\nall 40 steps done\n", 0),
+        ("loading the next shard\njob 17 exited with exit code 0\n", 0),
+        ("[rank0]: the flux capacitor failed to charge\n", 3),
+        ("segment lost: fatal\n", 3),
+        ("".join(f"shard {i} is open\n" for i in range(80)), 3),
+    ],
+)
+def test_only_a_good_end_is_healthy(end: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(TRAINING + end)
+    ran = ddpkit_diagnose(str(tmp_path / "train.log"))
+    assert ran.returncode == code, ran.stdout
+    assert (b"No known failure found" in ran.stdout) == (b"exit code, its last lines" in ran.stdout) == (code == 3)
 
 
 def test_a_log_is_read_in_pieces_that_end_with_a_line(tmp_path: Path) -> None:

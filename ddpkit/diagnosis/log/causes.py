@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ddpkit.diagnosis.pages import Page, Signature, page, pages
 
 from .lines import Line
+from .progress import DEALT_WITH, alarms
 from .scan import Hit, Scan
 from .tracebacks import Raised
 
@@ -38,14 +39,6 @@ _OF_LAUNCHERS = {"ChildFailedError", "CalledProcessError", "ProcessRaisedExcepti
 _BY_ANOTHER = set("BrokenPipeError ConnectionResetError ConnectionAbortedError EOFError CancelledError Empty".split())
 
 _ENDED_BY_IT = re.compile(r"signal: Terminated|SIGTERM")
-_WARNS = re.compile(r"^\[W\d* ?|\bWARN(?:ING)?\b(?<!NCCL WARN)|\bUserWarning\b|^W\d{4} |^W /|: W /")
-_DEALT_WITH = re.compile(
-    r"(?i)\b(going on|continu(e|ing)|try(ing)? again|retry(ing)?|skipp(ed|ing)|ignor(ed|ing)|falling back)\b"
-)
-_ALARM = re.compile(
-    r"(?i)\b(error|fatal|failed|failure|terminate|assertion|abort\w*|cannot|could ?n[o']t|NCCL WARN|timed out)\b"
-    r"|\[E\d* |what\(\):|watchdog"
-)
 
 
 @dataclass(frozen=True)
@@ -93,9 +86,9 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
                 continue
         elif not hit.signature.beside and found.went_on(hit.order, hit.line):
             continue
-        if not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not _alarms(hit.line.text):
+        if not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not alarms(hit.line.text):
             continue
-        if nearness == PRINTED_WHY and _DEALT_WITH.search(hit.line.text):
+        if nearness == PRINTED_WHY and DEALT_WITH.search(hit.line.text):
             continue
         if over is not None and (hit.order > over or _ENDED_BY_IT.search(hit.line.text)):
             nearness = max(nearness, LOST_ANOTHER)
@@ -184,8 +177,3 @@ def left_early(found: Scan, possible: list[Cause]) -> Cause | None:
 def _at_the_end(found: Scan, hit: Hit) -> bool:
     """Whether the last lines of the log still match."""
     return any(hit.signature.pattern.search(line.text) for line in found.tail.get(hit.line.file, ()))
-
-
-def _alarms(text: str) -> bool:
-    """Whether a printed line speaks of an error rather than warns."""
-    return not _WARNS.search(text) and not _DEALT_WITH.search(text) and bool(_ALARM.search(text))

@@ -31,11 +31,16 @@ from .causes import (
     left_early,
 )
 from .lines import Line, Source, sources
+from .progress import ends_well
 from .scan import Scan, scan
 
 MOST_EVIDENCE = 64
 _EVERY_LOG = (
     "The other ranks' logs. `torchrun -r 3 -t 3 --log-dir logs` keeps one for each; then `ddpkit diagnose logs`."
+)
+_HOW_IT_ENDED = (
+    "The job's exit code, its last lines, and what the launcher, the scheduler and the kernel said of it; with "
+    f"`ddpkit run` instead, stacks and exit codes of every rank. {_EVERY_LOG}"
 )
 _WHOM_IT_WAITED_FOR = (
     "Every rank's own log; once more with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 (NCCL), and the flight recorder "
@@ -62,7 +67,7 @@ def diagnose(*what: Run | str | Path) -> Diagnosis:
             `-` for standard input; or the text of a log, of more than one line. Several logs count as one job's.
 
     Returns:
-        A diagnosis; its `name` is "healthy" where no line tells of a failure, "unknown" where lines tell of one, not of what.
+        A diagnosis; its `name` is "healthy" where a log tells of a good end, "unknown" where it tells neither of that nor of a known failure.
 
     Raises:
         LogError: there is nothing to read, or it cannot be read.
@@ -186,20 +191,21 @@ def _sentence(best: Cause, rank: Culprit) -> str:
 
 
 def _nothing(found: Scan) -> Diagnosis:
-    """Healthy, unless the log ends in the middle of something."""
+    """Healthy where a log tells of a good end; else what to collect."""
     for tail in found.tail.values():
         last = tail[-1] if tail else None
         if last and last.text.endswith("^C"):
             stopped = page("ended_from_outside")
             return Diagnosis(stopped.name, stopped.title, "", None, (_line(last),), (), "likely", "")
-    if not found.lines:
-        return Diagnosis(UNKNOWN, "There is nothing in this log.", "", None, (), (), "unknown", _EVERY_LOG)
-    if not found.cut:
+    if found.cut:
+        file, number = found.cut[-1]
+        cut = Found(None, file, number, "Traceback (most recent call last), and its exception is cut off")
+        title = "The log ends in the middle of a traceback."
+        return Diagnosis(UNKNOWN, title, "", None, (cut,), (), "unknown", f"The rest of this log. {_EVERY_LOG}")
+    if any(ends_well(tail) for tail in found.tail.values()):
         return _healthy(f"Nothing in {found.lines} lines tells of a failure.")
-    file, number = found.cut[-1]
-    cut = Found(None, file, number, "Traceback (most recent call last), and its exception is cut off")
-    title = "The log ends in the middle of a traceback."
-    return Diagnosis(UNKNOWN, title, "", None, (cut,), (), "unknown", f"The rest of this log. {_EVERY_LOG}")
+    said = f"nothing in {found.lines} lines tells how the job ended" if found.lines else "there is nothing in this log"
+    return Diagnosis(UNKNOWN, f"No known failure found: {said}.", "", None, (), (), "unknown", _HOW_IT_ENDED)
 
 
 def _line(line: Line) -> Found:

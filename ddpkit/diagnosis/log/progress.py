@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Iterable
 
 from .lines import Line
 
@@ -22,7 +23,35 @@ _COMPLETED = re.compile(
     r"|train_runtime|worker group successfully finished|\bexit(?:ed)?\b.{0,20}\bcode:? 0\b"
     r"|\bphase\b.{0,20}\bSucceeded\b|\b(?:done|finished|completed) (?:training|successfully)"
 )
+# Other words of a good end, which one rank also says of itself alone.
+_DONE = re.compile(r"(?i)\bexits? successfully|\b(?:all|rank)\b.{0,20}\b(?:done|finished)[.!]?$")
 _FAILED = re.compile(r"(?i)fail|error|exit(?:ed)?\b.{0,20}\bcode:? [1-9]|killed|cancel")
+
+_WARNS = re.compile(r"^\[W\d* ?|\bWARN(?:ING)?\b(?<!NCCL WARN)|\bUserWarning\b|^W\d{4} |^W /|: W /")
+DEALT_WITH = re.compile(
+    r"(?i)\b(going on|continu(e|ing)|try(ing)? again|retry(ing)?|skipp(ed|ing)|ignor(ed|ing)|falling back)\b"
+)
+_ALARM = re.compile(
+    r"(?i)\b(error|fatal|failed|failure|terminate|assertion|abort\w*|cannot|could ?n[o']t|NCCL WARN|timed out)\b"
+    r"|\[E\d* |what\(\):|watchdog"
+)
+
+
+def alarms(text: str) -> bool:
+    """Whether a printed line speaks of an error rather than warns."""
+    return not _WARNS.search(text) and not DEALT_WITH.search(text) and bool(_ALARM.search(text))
+
+
+def ends_well(lines: Iterable[Line]) -> bool:
+    """Whether the last lines of a log tell of a good end: steps up to the end, or the word that all is done, and no alarm since."""
+    for line in reversed(list(lines)):
+        if alarms(line.text):
+            return False
+        if _BAR.search(line.text) or _COUNTED.search(line.text):
+            return True
+        if _DONE.search(line.text) or (_COMPLETED.search(line.text) and not _FAILED.search(line.text)):
+            return True
+    return False
 
 
 class Progress:
