@@ -389,6 +389,45 @@ def test_the_first_exception_of_a_chain_and_a_launchers_wrapper() -> None:
     assert found.evidence[0].line == 6 and found.name == "own_exception"
 
 
+# Several launches in one file.
+
+OMP = "W0301 12:0{0}:00.1 41 torch/distributed/run.py:774] Setting OMP_NUM_THREADS environment variable for each process\n"
+IN_USE = (
+    "torch.distributed.DistNetworkError: The server socket has failed to bind. EADDRINUSE, address already in use\n"
+)
+LATE = "[rank1]:[E301 12:09:00.1 ProcessGroupNCCL.cpp:607] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n"
+STOPPED = 'Traceback (most recent call last):\n  File "/a.py", line 3, in f\n    x()\nKeyboardInterrupt\n'
+KEYS = OWN.replace("KeyError: 'image'", 'RuntimeError: Missing key(s) in state_dict: "a"') + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "earlier"),
+    [
+        (OMP.format(1) + IN_USE + OMP.format(5) + LATE, "collective_timeout", "address_in_use"),
+        (
+            f"$ torchrun a.py\n{IN_USE}$ CUDA_LAUNCH_BLOCKING=1 torchrun a.py\n{LATE}",
+            "collective_timeout",
+            "address_in_use",
+        ),
+        (
+            f"you@node1:~/a$ python a.py\n{STOPPED}you@node1:~/a$ python a.py\n{KEYS}",
+            "checkpoint_keys",
+            "ended_from_outside",
+        ),
+        (f"seed 1\nreading a\n{STOPPED}seed 2\nreading a\n{KEYS}", "checkpoint_keys", "ended_from_outside"),
+        (f"seed 1\nreading a\n{KEYS}seed 1\nreading a\nepoch 1 step 1 loss 2\n", HEALTHY, "checkpoint_keys"),
+        # The other host of the same launch, and a rank that is slower.
+        (OMP.format(5) + "12:06:00 " + IN_USE + OMP.format(4) + LATE, "address_in_use", ""),
+    ],
+)
+def test_of_several_launches_the_last_is_judged_and_the_others_are_mentioned(
+    text: str, name: str, earlier: str
+) -> None:
+    found = diagnose(text)
+    assert found.name == name, str(found)
+    assert found.sentence.partition("An earlier launch failed as well: ")[2].partition(",")[0] == earlier
+
+
 # Harmless lines.
 
 

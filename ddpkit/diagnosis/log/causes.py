@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from ddpkit.diagnosis.pages import Page, Signature, page, pages
 
+from .found import Hit, Scan
 from .lines import Line
 from .progress import DEALT_WITH, alarms
-from .scan import Hit, Scan
 from .tracebacks import Raised
 
 # How near a line is to the failure itself; the smallest wins, then the earliest. A kernel or a scheduler says why; an exception

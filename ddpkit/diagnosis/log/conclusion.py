@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddpkit.diagnosis.evidence import Evidence
@@ -30,9 +30,10 @@ from .causes import (
     causes,
     left_early,
 )
+from .found import Scan
 from .lines import Line, Source, sources
 from .progress import ends_well
-from .scan import Scan, scan
+from .scan import scan
 
 MOST_EVIDENCE = 64
 _EVERY_LOG = (
@@ -67,7 +68,7 @@ def diagnose(*what: Run | str | Path) -> Diagnosis:
             `-` for standard input; or the text of a log, of more than one line. Several logs count as one job's.
 
     Returns:
-        A diagnosis; its `name` is "healthy" where a log tells of a good end, "unknown" where it tells neither of that nor of a known failure.
+        A diagnosis; its `name` is "healthy" where a log tells of a good end, "unknown" where of neither that nor a known failure.
 
     Raises:
         LogError: there is nothing to read, or it cannot be read.
@@ -96,7 +97,16 @@ def _run_of(what: Run | str | Path) -> Run | None:
 
 
 def diagnosis_of(found: Scan) -> Diagnosis:
-    """The diagnosis of what was found in logs."""
+    """The diagnosis of what was found in logs; where several launches follow each other, of the last one."""
+    judged = _judged(found.of_launch(last=True))
+    if not found.launches or not (before := causes(found.of_launch(last=False))):
+        return judged
+    line, name = before[0].line, before[0].page.name if before[0].page else UNKNOWN
+    mention = f"An earlier launch failed as well: {name}, line {line.number}."
+    return replace(judged, sentence=f"{judged.sentence} {mention}".lstrip())
+
+
+def _judged(found: Scan) -> Diagnosis:
     possible = causes(found)
     if not possible or possible[0].nearness == BESIDE:
         return _nothing(found)

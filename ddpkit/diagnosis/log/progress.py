@@ -43,7 +43,7 @@ def alarms(text: str) -> bool:
 
 
 def ends_well(lines: Iterable[Line]) -> bool:
-    """Whether the last lines of a log tell of a good end: steps up to the end, or the word that all is done, and no alarm since."""
+    """Whether the last lines of a log tell of a good end: steps, or the word that all is done, and no alarm since."""
     for line in reversed(list(lines)):
         if alarms(line.text):
             return False

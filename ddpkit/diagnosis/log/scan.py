@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,10 +18,12 @@ from ahocorasick_rs import BytesAhoCorasick
 from ddpkit.diagnosis.pages import Page, Signature, pages
 
 from . import deaths
-from .deaths import Deaths, End
+from .deaths import Deaths
+from .found import Hit, Scan
+from .launches import DIGITS, Launches
 from .lines import Line, Reader, Source, chunks
 from .literals import required
-from .progress import AFTERMATH, Progress
+from .progress import AFTERMATH
 from .tracebacks import RAISED, Raised, Tracebacks
 
 # In a log that tells of failures all along, only a few lines are read after each, from so many on.
@@ -43,48 +45,10 @@ _ALWAYS = (
     b"exception ignored",
     b"--- logging error",
 )
-# Digits, also hexadecimal ones.
-_DIGITS = b"0123456789abcdef"
 _SUMMARY_TRACEBACK = re.compile(r"^\s*traceback\s*: Traceback")
 _SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error")
 _OF_TORCHRUN = re.compile(r"torch[./]distributed|c10d|TCPStore|torchrun|elastic|rendezvous|run\.py|usage")
 _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+)")
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A line that `signature` of `page` matches; `rank` wrote it, or is named in it. `order` counts the lines that were read."""
-
-    line: Line
-    order: int
-    page: Page
-    signature: Signature
-    rank: int | None
-    raised: bool = False
-
-
-@dataclass
-class Scan:
-    """What one or several logs say of a failure. Lines are numbered in the order in which they were read, over all logs.
-
-    `cut`: where a traceback began that the end of its file cut off; `tail`: the last lines of each file; `lines` counts all
-    lines, `last_end` is the last process that ended with an error.
-    """
-
-    hits: list[Hit] = field(default_factory=list)
-    raised: list[tuple[int, Raised]] = field(default_factory=list)
-    ends: list[tuple[int, End]] = field(default_factory=list)
-    progress: Progress = field(default_factory=Progress)
-    cut: list[tuple[str, int]] = field(default_factory=list)
-    tail: dict[str, tuple[Line, ...]] = field(default_factory=dict)
-    ranks: set[int] = field(default_factory=set)
-    lines: int = 0
-    seen: int = 0
-    last_end: int = -1
-
-    def went_on(self, order: int, line: Line) -> bool:
-        """Whether the job went on after that line, so that the line did not end it."""
-        return self.progress.went_on(order, line, self.last_end)
 
 
 @dataclass(frozen=True)
@@ -125,7 +89,6 @@ def scan(logs: list[Source]) -> Scan:
     for source in logs:
         _OneLog(source, found).read()
     found.ends = deaths.with_ranks(found.ends)
-    found.last_end = max((at for at, end in found.ends if end.exitcode), default=-1)
     return found
 
 
@@ -133,7 +96,7 @@ class _OneLog:
     def __init__(self, source: Source, into: Scan) -> None:
         self._source, self._into, self._words = source, into, _words()
         self._reader = Reader(source, b"")
-        self._tracebacks, self._deaths = Tracebacks(), Deaths()
+        self._tracebacks, self._deaths, self._launches = Tracebacks(), Deaths(), Launches(b"")
         self._alike: Counter[bytes] = Counter()
         self._summary_rank: int | None = None
         self._spawned: int | None = None
@@ -143,7 +106,7 @@ class _OneLog:
         number, last = 1, b""
         for chunk in chunks(self._source):
             if not last:
-                self._reader = Reader(self._source, chunk)
+                self._reader, self._launches = Reader(self._source, chunk), Launches(chunk)
             self._reader.learn(chunk)
             self._read_chunk(chunk, number)
             number += chunk.count(b"\n")
@@ -183,7 +146,7 @@ class _OneLog:
 
     def _read_dense(self, chunk: bytes, low: bytes, number: int) -> None:
         """Go line by line where most lines hold a word, by their shapes, of which many are alike."""
-        shapes = low.translate(None, _DIGITS).split(b"\n")
+        shapes = low.translate(None, DIGITS).split(b"\n")
         for at, (shape, raw) in enumerate(zip(shapes, chunk.split(b"\n"), strict=True)):
             if self._attends or self._alike.get(shape, 0) < MOST_ALIKE:
                 self._alike[shape] += 1
@@ -194,7 +157,7 @@ class _OneLog:
 
     def _is_new(self, low: bytes) -> bool:
         """Whether few lines were read that differ from this one in digits alone."""
-        shape = low.translate(None, _DIGITS)
+        shape = low.translate(None, DIGITS)
         self._alike[shape] += 1
         if len(self._alike) > MOST_SHAPES:
             self._alike.clear()
@@ -208,6 +171,8 @@ class _OneLog:
         for line in self._reader.lines(number, raw):
             if line.rank is not None:
                 self._into.ranks.add(line.rank)
+            if self._launches.begins(line, low, self._into.ranks):
+                self._into.launches[line.file] = self._into.seen + 1, number
             told = self._take(line, words)
             self._looked_at = number
             if told:
@@ -227,11 +192,12 @@ class _OneLog:
         text = line.text.lstrip()
         if raised is not None:
             _keep(self._into.raised, (order, raised))
+            self._launches.failed |= not raised.type.endswith("Warning")
             # Signatures name `DistNetworkError`, not `torch.distributed.DistNetworkError`.
             text = _MODULE.sub("", text)
         if words & self._words.deadly and not quoted and (end := self._deaths.feed(line)):
             _keep(self._into.ends, (order, end))
-            told = True
+            told = self._launches.failed = self._launches.ended = True
         if raised is not None and raised.text:
             for page, signature in self._words.signatures(self._words.inside(raised.text.lower().encode())):
                 if signature.spans_lines:
