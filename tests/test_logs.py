@@ -22,6 +22,7 @@ from ddpkit import LogError, diagnose
 from ddpkit.diagnosis.log.causes import OF_ANOTHER
 from ddpkit.diagnosis.log.lines import Source, chunks, sources
 from ddpkit.diagnosis.log.literals import required
+from ddpkit.diagnosis.log.scan import scan
 from ddpkit.diagnosis.pages import page, pages
 from ddpkit.diagnosis.run import HEALTHY, UNKNOWN
 from ddpkit.verdict.finding import Culprit
@@ -116,6 +117,14 @@ def test_every_signature_has_a_recorded_or_a_documented_message() -> None:
             if signature.text:
                 found = any(signature.pattern.search(t) for t in [*texts, *plain])
                 assert found, f"{each.name}: nothing tests {signature.text}"
+
+
+def test_a_signature_that_logs_of_other_failures_hold_is_never_certain() -> None:
+    for log in LOGS:
+        for hit in scan(sources([log.path])).hits:
+            signature = hit.signature
+            known = hit.page.name == log.failure or signature.consequence or signature.beside or signature.general
+            assert known or signature.shared, f"{log.file} holds it too: {hit.page.name}, {signature.text}"
 
 
 def test_every_page_but_the_silent_ones_is_reached() -> None:
@@ -387,6 +396,31 @@ def test_the_first_exception_of_a_chain_and_a_launchers_wrapper() -> None:
     then = "The above exception was the direct cause of the following exception:"
     found = diagnose(f"{OWN}\n\n{then}\n\n{OWN.replace('KeyError', 'RuntimeError')}\n{wrapped}")
     assert found.evidence[0].line == 6 and found.name == "own_exception"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "certain"),
+    [
+        ("KeyError: 'image'", "IndexError: list index out of range", False),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+            "OSError: [Errno 28] No space left on device",
+            False,
+        ),
+        ("KeyError: 'image'", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", False),
+        ("KeyError: 'image'", LOST.splitlines()[-1], True),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+            "RuntimeError: rank 1 has failed",
+            True,
+        ),
+    ],
+)
+def test_where_two_causes_compete_both_are_shown_and_none_is_certain(first: str, second: str, certain: bool) -> None:
+    raised = [OWN.replace("KeyError: 'image'", said) for said in (first, second)]
+    found = diagnose("\n".join(f"[rank{r}]: {line}" for r, text in enumerate(raised, 1) for line in text.split("\n")))
+    assert (found.confidence == "certain") == certain, str(found)
+    assert {each.rank for each in found.evidence} == ({1} if certain else {1, 2})
 
 
 # Several launches in one file.

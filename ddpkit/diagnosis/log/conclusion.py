@@ -23,6 +23,7 @@ from .causes import (
     LOST_ANOTHER,
     OF_ANOTHER,
     PRINTED_WHY,
+    RAISED,
     SENT_BY_LAUNCHER,
     SUMMARY,
     TOLD_BY_THE_SYSTEM,
@@ -123,18 +124,20 @@ def _judged(found: Scan) -> Diagnosis:
         same = [best]
     rank = _culprit(best, same, found)
     at = {(c.line.file, c.line.number) for c in same}
+    rivals = [c for c in possible if _competes(c, best)]
     unrelated = (None, page("early_exit"))
     followed = []
     for cause in possible:
-        told = (cause.line.file, cause.line.number) in at or cause.nearness == SUMMARY
+        told = (cause.line.file, cause.line.number) in at or cause.nearness == SUMMARY or cause in rivals
         if cause.page not in unrelated and not told:
             followed.append(cause)
-    confidence: Confidence = "certain" if best.nearness < DIED and best.nearness != PRINTED_WHY else "likely"
+    unsure = best.nearness >= DIED or best.nearness == PRINTED_WHY or best.signature.general or best.signature.shared
+    confidence: Confidence = "likely" if unsure or rivals else "certain"
     collect = "" if best.nearness < LOST_ANOTHER else _EVERY_LOG
     if best.page.name == "collective_timeout":
         collect = _WHOM_IT_WAITED_FOR
     name, title, sentence = best.page.name, best.page.title, _sentence(best, rank)
-    return Diagnosis(name, title, sentence, rank, _shown(same), _shown(followed), confidence, collect)
+    return Diagnosis(name, title, sentence, rank, _shown(same) + _shown(rivals), _shown(followed), confidence, collect)
 
 
 def _alike(cause: Cause, best: Cause) -> bool:
@@ -142,6 +145,17 @@ def _alike(cause: Cause, best: Cause) -> bool:
     if best.raised is None or cause.raised is None:
         return True
     return (cause.raised.type, cause.raised.message[:40]) == (best.raised.type, best.raised.message[:40])
+
+
+def _competes(cause: Cause, best: Cause) -> bool:
+    """Whether `cause` may be what failed as well as `best`: as near to the failure, of another kind, and no consequence of it."""
+    if cause.page is None or cause.nearness > RAISED or best.nearness > RAISED or best.page is None:
+        return False
+    if cause.page is not best.page:
+        foreign = cause.page.name in OF_ANOTHER | COMPARES | ENDS_ALL
+        earlier = cause.order < best.order and cause.rank != best.rank
+        return not foreign and not cause.signature.general and (cause.raised is None or earlier)
+    return None not in (cause.rank, best.rank) and cause.rank != best.rank and not _alike(cause, best)
 
 
 def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
