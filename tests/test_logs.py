@@ -423,6 +423,44 @@ def test_where_two_causes_compete_both_are_shown_and_none_is_certain(first: str,
     assert {each.rank for each in found.evidence} == ({1} if certain else {1, 2})
 
 
+def traceback(said: str, *frames: str) -> str:
+    """A traceback that ends in `said`; each frame is a file and a function."""
+    inside = "".join(
+        '  File "{}", line 9, in {}\n    call()\n'.format(*frame.split()) for frame in ("/app/train.py main", *frames)
+    )
+    return f"Traceback (most recent call last):\n{inside}{said}\n"
+
+
+THEN = "\nThe above exception was the direct cause of the following exception:\n\n"
+ASKS = "/env/lib/python3.10/site-packages/torch/utils/data/dataloader.py _try_get_data"
+DEAD = THEN + traceback("RuntimeError: DataLoader worker (pid(s) 71) exited unexpectedly", ASKS)
+DELETED = "Exception ignored in: <function Iter.__del__ at 0x7f>\n" + traceback(
+    "AssertionError: can only test a child process"
+)
+REPORTED = (
+    "size mismatch for head.weight: copying a param with shape torch.Size([10]), the shape here is torch.Size([4]).\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "line"),
+    [
+        (traceback("_queue.Empty", ASKS) + DEAD, "loader_worker_killed", 15),
+        (traceback("OSError: [Errno 9] Bad file descriptor", ASKS) + DEAD, "loader_worker_killed", 15),
+        (traceback("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", ASKS) + DEAD, "loader_worker_killed", 6),
+        (DELETED + traceback("ValueError: boom"), "own_exception", 9),
+        (DELETED + DELETED + TRAINING + traceback("KeyError: 3"), "own_exception", 54),
+        (DELETED + THEN + traceback("OSError: gone") + traceback("KeyError: 3"), "own_exception", 16),
+        (REPORTED + traceback("IndexError: list index out of range"), "own_exception", 5),
+        ("Missing key(s) in state_dict: 'a'\nloaded\n" + traceback("TypeError: forward() takes 2"), "own_exception", 6),
+        ("[rank0]: " + REPORTED + "[rank0]: KeyError: 3\n", "own_exception", 2),
+    ],
+)  # fmt: skip
+def test_a_cause_is_not_what_only_came_near_it(text: str, name: str, line: int) -> None:
+    found = diagnose(text)
+    assert (found.name, found.evidence[0].line) == (name, line), str(found)
+
+
 # Several launches in one file.
 
 OMP = "W0301 12:0{0}:00.1 41 torch/distributed/run.py:774] Setting OMP_NUM_THREADS environment variable for each process\n"

@@ -77,10 +77,14 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
     elastic = _under_torchrun(found)
     failed = bool(found.raised) or any(end.exitcode for _, end in found.ends)
     known = {hit.order for hit in found.hits}
-    own = min((at for at, raised in found.raised if at not in known and _is_own(found, at, raised)), default=None)
+    own_by: dict[int | None, int] = {}
+    for at, raised in found.raised:
+        if at not in known and _is_own(found, at, raised):
+            own_by.setdefault(raised.line.rank, at)
+    own = min(own_by.values(), default=None)
     lost = _first(found, lambda hit: hit.signature.consequence or hit.page.name == "node_lost")
     for hit in found.hits:
-        nearness = _nearness(hit)
+        nearness, order = _nearness(hit), hit.order
         if hit.page.name == "nan_loss" and hit.signature.where == "log":
             if not _at_the_end(found, hit):
                 continue
@@ -90,6 +94,9 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
             continue
         if nearness == PRINTED_WHY and DEALT_WITH.search(hit.line.text):
             continue
+        if nearness == PRINTED_WHY and hit.signature.where != "stderr" and hit.rank in own_by:
+            # A program prints errors that it has dealt with; the exception that ended it says more.
+            nearness, order = RAISED, max(order, own_by[hit.rank] + 1)
         if over is not None and (hit.order > over or _ENDED_BY_IT.search(hit.line.text)):
             nearness = max(nearness, LOST_ANOTHER)
         if lost is not None and lost < hit.order and hit.page.name in OF_ANOTHER and not hit.signature.names_rank:
@@ -98,7 +105,7 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
             nearness = max(nearness, LOST_ANOTHER)
         # Under torchrun a task of the scheduler is an agent, not a rank.
         rank = None if elastic and hit.signature.where == "log" and hit.line.rank is None else hit.rank
-        yield Cause(nearness, hit.order, hit.page, hit.line, rank, signature=hit.signature)
+        yield Cause(nearness, order, hit.page, hit.line, rank, signature=hit.signature)
 
 
 def _is_own(found: Scan, order: int, raised: Raised) -> bool:
@@ -132,7 +139,9 @@ def _raised(found: Scan) -> Iterator[Cause]:
         elif raised.type in _WRAPPERS:
             yield Cause(SUMMARY, order, None, line, rank)
         else:
-            nearness = DIED if raised.type in _BY_ANOTHER else RAISED
+            # What a loader meets while it asks its workers, it raises again as what became of them.
+            met = raised.type in _BY_ANOTHER or any(frame.function == "_try_get_data" for frame in raised.frames)
+            nearness = DIED if met else RAISED
             yield Cause(nearness, order, page("own_exception"), line, rank, raised)
 
 
