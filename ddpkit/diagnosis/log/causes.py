@@ -38,6 +38,11 @@ _WRAPPERS = set(
 _OF_LAUNCHERS = {"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"}
 _BY_ANOTHER = set("BrokenPipeError ConnectionResetError ConnectionAbortedError EOFError CancelledError Empty".split())
 
+# What ranks send to one another may differ in size.
+_WORK = re.compile(
+    r"(?:PG (?:ID )?(?P<group>\w+).*)?WorkNCCL\(SeqNum=(?P<number>\d+), "
+    r"(?P<what>OpType=(?!SEND|RECV|\w*ALLTOALL)\w+, NumelIn=\d+, NumelOut=\d+)"
+)
 _ENDED_BY_IT = re.compile(r"signal: Terminated|SIGTERM")
 
 
@@ -52,11 +57,17 @@ class Cause:
     rank: int | None
     raised: Raised | None = None
     signature: Signature = field(default_factory=Signature)
+    named: tuple[int, ...] = ()
 
     @property
     def weight(self) -> tuple[int, int, int]:
         """Nearness, then time, then how specific: the smallest is the likeliest."""
-        return self.nearness, self.order, 2 if not self.signature.text else int(self.signature.general)
+        signature = self.signature
+        return (
+            self.nearness,
+            self.order,
+            3 if not signature.text else 2 * signature.general + (not signature.spans_lines),
+        )
 
 
 def causes(found: Scan) -> list[Cause]:
@@ -64,7 +75,10 @@ def causes(found: Scan) -> list[Cause]:
     over = _first(found, lambda hit: hit.page.name in ENDS_ALL and not hit.signature.consequence)
     matched = list(_matched(found, over))
     named = {(c.line.file, c.line.number) for c in matched}
-    raised = [c for c in _raised(found) if (c.line.file, c.line.number) not in named]
+    raised = []
+    for cause in _raised(found):
+        if (cause.line.file, cause.line.number) not in named and cause.order not in found.explained:
+            raised.append(cause)
     return sorted([*matched, *raised, *_ended(found, over is not None)], key=lambda c: c.weight)
 
 
@@ -77,6 +91,7 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
     elastic = _under_torchrun(found)
     failed = bool(found.raised) or any(end.exitcode for _, end in found.ends)
     known = {hit.order for hit in found.hits}
+    apart = _apart(found)
     own_by: dict[int | None, int] = {}
     for at, raised in found.raised:
         if at not in known and _is_own(found, at, raised):
@@ -105,7 +120,18 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
             nearness = max(nearness, LOST_ANOTHER)
         # Under torchrun a task of the scheduler is an agent, not a rank.
         rank = None if elastic and hit.signature.where == "log" and hit.line.rank is None else hit.rank
-        yield Cause(nearness, order, hit.page, hit.line, rank, signature=hit.signature)
+        told = page("collective_mismatch") if hit.order in apart else hit.page
+        yield Cause(nearness, order, told, hit.line, rank, signature=hit.signature, named=hit.named)
+
+
+def _apart(found: Scan) -> set[int]:
+    """The timeouts of one collective that had other sizes, or was another one, on other ranks."""
+    works: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for hit in found.hits:
+        if hit.page.name == "collective_timeout" and (work := _WORK.search(hit.line.text)):
+            of_group = works.setdefault((work["group"] or "", work["number"]), {})
+            of_group.setdefault(work["what"], []).append(hit.order)
+    return {order for work in works.values() if len(work) > 1 for orders in work.values() for order in orders}
 
 
 def _is_own(found: Scan, order: int, raised: Raised) -> bool:
@@ -164,7 +190,7 @@ def _ended(found: Scan, over: bool) -> Iterator[Cause]:
         elif first and end.rank is not None and end.rank not in spoke and (spoke - {None} or end.exitcode > 2):
             yield Cause(DIED, order, page("exit_code"), end.line, end.rank)
         elif end.exitcode:
-            yield Cause(SUMMARY, order, page("summary_only") if end.by_torchrun else None, end.line, rank)
+            yield Cause(SUMMARY, order, page("summary_only"), end.line, rank)
 
 
 def _under_torchrun(found: Scan) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddpkit.diagnosis.evidence import Evidence
-from ddpkit.diagnosis.pages import page
+from ddpkit.diagnosis.pages import Signature, page
 from ddpkit.diagnosis.run import HEALTHY, UNKNOWN, Confidence, Diagnosis
 from ddpkit.errors import LogError
 from ddpkit.run import Run
@@ -36,7 +36,7 @@ from .lines import Line, Source, sources
 from .progress import ends_well
 from .scan import scan
 
-MOST_EVIDENCE = 64
+MOST_EVIDENCE, MOST_OF_A_LINE, MOST_OF_A_SENTENCE = 64, 240, 200
 _EVERY_LOG = (
     "The other ranks' logs. `torchrun -r 3 -t 3 --log-dir logs` keeps one for each; then `ddpkit diagnose logs`."
 )
@@ -58,7 +58,7 @@ class Found(Evidence):
     def said(self) -> str:
         """`train.log:88, rank 1: ValueError: boom`."""
         who = "" if self.rank is None else f", rank {self.rank}"
-        return f"{self.file}:{self.line}{who}: {shortened(self.text)}"
+        return f"{self.file}:{self.line}{who}: {shortened(self.text, MOST_OF_A_LINE)}"
 
 
 def diagnose(*what: Run | str | Path) -> Diagnosis:
@@ -163,7 +163,8 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
     if name in ENDS_ALL or name == "node_lost":
         return None
     if name in OF_ANOTHER:
-        return best.rank if best.signature.names_rank else None
+        named = sorted({rank for c in same for rank in c.named})
+        return tuple(named) if len(named) > 1 else named[0] if named else None
     ranks = tuple(sorted({c.rank for c in same if c.rank is not None}))
     world = found.ranks | {e.rank for _, e in found.ends if e.listed and e.rank is not None}
     # A rank is the odd one only where it alone, of three or more, says so.
@@ -198,7 +199,7 @@ def _shown(several: Iterable[Cause]) -> tuple[Found, ...]:
     for cause in several:
         line = cause.line
         if len(first) < MOST_EVIDENCE:
-            first.setdefault((line.rank, "" if line.rank is not None else line.text), _line(line))
+            first.setdefault((line.rank, "" if line.rank is not None else line.text), _line(line, cause.signature))
     return tuple(first.values())
 
 
@@ -207,11 +208,20 @@ def _sentence(best: Cause, rank: Culprit) -> str:
     if isinstance(rank, tuple):
         who = f"Ranks {', '.join(map(str, rank[:-1]))} and {rank[-1]}"
     if best.raised is None:
-        return f"{who} {'are' if isinstance(rank, tuple) else 'is'} at fault." if who else ""
+        told = best.signature.pattern.search(best.line.text) if best.signature.text else None
+        hosts = told.groupdict() if told else {}
+        if hosts.get("lost") or hosts.get("reporter"):
+            return (
+                f"{hosts['lost']} was lost."
+                if hosts.get("lost")
+                else f"{hosts['reporter']} only reports it: the host that keeps the rendezvous was lost."
+            )
+        how = "missing" if best.named else "at fault"
+        return f"{who} {'are' if isinstance(rank, tuple) else 'is'} {how}." if who else ""
     where = best.raised.where
     at = f" at {where.file}:{where.line}" if where else ""
     of = f": {where.source}" if where and where.source else ""
-    return f"{who or 'A process'} raised {best.raised.type}{at}{of}."
+    return shortened(f"{who or 'A process'} raised {best.raised.type}{at}{of}.", MOST_OF_A_SENTENCE)
 
 
 def _nothing(found: Scan) -> Diagnosis:
@@ -232,8 +242,13 @@ def _nothing(found: Scan) -> Diagnosis:
     return Diagnosis(UNKNOWN, f"No known failure found: {said}.", "", None, (), (), "unknown", _HOW_IT_ENDED)
 
 
-def _line(line: Line) -> Found:
-    return Found(line.rank, line.file, line.number, line.text[:2000])
+def _line(line: Line, signature: Signature | None = None) -> Found:
+    """The line as evidence; of a long one what `signature` matches, with what is around it."""
+    found = signature.pattern.search(line.text) if signature and signature.text else None
+    text, at = line.text, found.start() if found else 0
+    if len(text) > MOST_OF_A_LINE and at > MOST_OF_A_LINE // 4:
+        text = "… " + text[at - MOST_OF_A_LINE // 8 :].partition(" ")[2]
+    return Found(line.rank, line.file, line.number, text[:2000])
 
 
 def _healthy(why: str) -> Diagnosis:

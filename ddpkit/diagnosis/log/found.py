@@ -14,7 +14,7 @@ from .tracebacks import Raised
 
 @dataclass(frozen=True)
 class Hit:
-    """A line that `signature` of `page` matches; `rank` wrote it, or is named in it. `order` counts the lines that were read."""
+    """A line that `signature` of `page` matches; `rank` wrote it, `named` are the ranks in it. `order` counts the lines read."""
 
     line: Line
     order: int
@@ -22,18 +22,21 @@ class Hit:
     signature: Signature
     rank: int | None
     raised: bool = False
+    named: tuple[int, ...] = ()
 
 
 @dataclass
 class Scan:
     """What one or several logs say of a failure. Lines are numbered in the order in which they were read, over all logs.
 
-    `cut`: where a traceback began that the end of its file cut off; `tail`: the last lines of each file; `lines` counts all
-    lines; `launches`: the order and the line at which the last launch in a file began, after another one that failed.
+    `explained`: exceptions of which the catalog knows the second line of the message; `cut`: where a traceback began that the
+    end of its file cut off; `tail`: the last lines of each file; `lines` counts all lines; `launches`: the order and the line
+    at which the last launch in a file began, after another one that failed.
     """
 
     hits: list[Hit] = field(default_factory=list)
     raised: list[tuple[int, Raised]] = field(default_factory=list)
+    explained: set[int] = field(default_factory=set)
     ends: list[tuple[int, End]] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
     cut: list[tuple[str, int]] = field(default_factory=list)

@@ -21,6 +21,7 @@ HEAD_BYTES = 1 << 16
 LONGEST_LINE = 20_000
 MOST_IN_JSON = 300
 MOST_LEARNED = 64
+SHORTEST_TWICE, LONGEST_TWICE = 8, 400
 KINDS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json")
 
 _ESCAPES = re.compile(
@@ -56,6 +57,8 @@ _LABELLED = re.compile(
 _FRAME = re.compile(r'(?P<before>[^"\']{1,100}?[\s:|>\])])  File "[^"]+", line \d+')
 _VARIES = re.compile(r"\d{4}[-/]\d\d[-/]\d\d|\d[\d.]*(?::\d[\d.,]*)+Z?|^\W*\d+[^\w\]]*$")
 _RANK_BEFORE = re.compile(r"(?i)\brank\W{0,2}(\d+)|^\[(\d{1,4})\]:? ?$")
+# Where the line of another process begins in the midst of a line.
+_GLUED = re.compile(r"(?<=[^\s:>|)])(?=\[rank\d+\]:)|(?<=[^\s:>|)+-])(?=Traceback \(most recent call last\):)")
 _OF_TORCH = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\] ")
 _SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|(?:^|Error: )(?:Rank|rank|RANK) (\d+)[:,] ")
 _RAY = re.compile(r"pid=(\d+)\) world_rank=(\d+)")
@@ -223,7 +226,7 @@ class Reader:
         text = raw[:LONGEST_LINE].decode("utf-8", "replace").rstrip()
         told = _of_json(text) if self._json else None
         if told is None:
-            yield self._line(number, text)
+            yield from (self._line(number, part) for part in _GLUED.split(text))
             return
         rank, texts = told
         for each in "\n".join(texts).split("\n")[:MOST_IN_JSON]:
@@ -234,6 +237,9 @@ class Reader:
         if "\x1b" in text or "\x08" in text or "\u200b" in text or "\ufeff" in text:
             text = _ESCAPES.sub("", text)
         rank, key, text = self._stripped(text)
+        # Two processes that write at once.
+        period = (text + text).find(text, 1) if len(text) < LONGEST_TWICE else 0
+        text = text[:period] if SHORTEST_TWICE < period < len(text) else text
         if rank is None and self._rank_of and (pid := _PID.search(key)):
             rank = self._rank_of.get(pid[1])
         if of_torch := _OF_TORCH.search(text[:200]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -48,6 +48,8 @@ _ALWAYS = (
 _SUMMARY_TRACEBACK = re.compile(r"^\s*traceback\s*: Traceback")
 _SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error")
 _OF_TORCHRUN = re.compile(r"torch[./]distributed|c10d|TCPStore|torchrun|elastic|rendezvous|run\.py|usage")
+# An exception whose message goes on in the next line.
+_UNFINISHED = re.compile(r"[\]:,(]\s*$|\w(?:Error|Exception)$")
 _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+)")
 
 
@@ -99,6 +101,7 @@ class _OneLog:
         self._tracebacks, self._deaths, self._launches = Tracebacks(), Deaths(), Launches(b"")
         self._alike: Counter[bytes] = Counter()
         self._summary_rank: int | None = None
+        self._said: tuple[int, Raised] | None = None
         self._spawned: int | None = None
         self._attends = self._attended = self._looked_at = 0
 
@@ -189,6 +192,14 @@ class _OneLog:
         if raised is None and words and not quoted:
             raised = self._without_traceback(line)
         told = raised is not None
+        if (said := self._said) and self._goes_on(said[1], line):
+            if raised is not None:
+                # A message that is the name and message of another exception: that one was raised.
+                raised = replace(raised, frames=said[1].frames, text=f"{said[1].text}\n{line.text}")
+                self._into.raised.remove(said)
+            else:
+                told |= self._read_on(said, line)
+        self._said = (order, raised) if raised else None
         text = line.text.lstrip()
         if raised is not None:
             _keep(self._into.raised, (order, raised))
@@ -205,6 +216,25 @@ class _OneLog:
         for page, signature in self._words.signatures(set() if quoted else words):
             told |= self._match(page, signature, text, line, order, raised)
         return told or bool(self._tracebacks)
+
+    def _goes_on(self, said: Raised, line: Line) -> bool:
+        """Whether the message of an exception goes on in `line`, the next of its writer."""
+        same = (said.line.rank, said.line.key, said.line.number + 1) == (line.rank, line.key, line.number)
+        return same and bool(_UNFINISHED.search(said.line.text) or line.text[:1].isspace())
+
+    def _read_on(self, said: tuple[int, Raised], line: Line) -> bool:
+        """Keep what the second line of a message tells of a failure, alone or with the first; whether it does."""
+        (order, raised), text = said, line.text.lstrip()
+        whole = f"{raised.line.text} {text}"
+        told = False
+        for page, signature in self._words.signatures(self._words.inside(whole.lower().encode())):
+            if signature.pattern.search(raised.line.text):
+                continue
+            alone = signature.pattern.search(text) and self._match(page, signature, text, line, order, raised)
+            told |= alone or self._match(page, signature, whole, raised.line._replace(text=whole), order, raised)
+        if told:
+            self._into.explained.add(order)
+        return told
 
     def _without_traceback(self, line: Line) -> Raised | None:
         """The exception of which the log has the last line alone."""
@@ -236,9 +266,9 @@ class _OneLog:
         found = signature.pattern.search(text)
         if found is None:
             return False
-        told = found.groupdict().get("rank")
-        rank = line.rank if told is None else int(told) if told.isdigit() else None
-        _keep(self._into.hits, Hit(line, order, page, signature, rank, raised is not None))
+        named = tuple(int(rank) for rank in re.findall(r"\d+", found.groupdict().get("rank") or ""))
+        rank = line.rank if not named else named[0] if len(named) == 1 else None
+        _keep(self._into.hits, Hit(line, order, page, signature, rank, raised is not None, named))
         return not signature.beside
 
     def _order(self) -> int:
