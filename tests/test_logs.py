@@ -427,6 +427,15 @@ def test_where_two_causes_compete_both_are_shown_and_none_is_certain(first: str,
     assert {each.rank for each in found.evidence} == ({1} if certain else {1, 2})
 
 
+OMP = "W0301 12:0{0}:00.1 41 torch/distributed/run.py:774] Setting OMP_NUM_THREADS environment variable for each process\n"
+IN_USE = (
+    "torch.distributed.DistNetworkError: The server socket has failed to bind. EADDRINUSE, address already in use\n"
+)
+LATE = "[rank1]:[E301 12:09:00.1 ProcessGroupNCCL.cpp:607] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n"
+STOPPED = 'Traceback (most recent call last):\n  File "/a.py", line 3, in f\n    x()\nKeyboardInterrupt\n'
+KEYS = OWN.replace("KeyError: 'image'", 'RuntimeError: Missing key(s) in state_dict: "a"') + "\n"
+
+
 def traceback(said: str, *frames: str) -> str:
     """A traceback that ends in `said`; each frame is a file and a function."""
     inside = "".join(
@@ -451,7 +460,11 @@ REPORTED = (
     [
         (traceback("_queue.Empty", ASKS) + DEAD, "loader_worker_killed", 15),
         (traceback("OSError: [Errno 9] Bad file descriptor", ASKS) + DEAD, "loader_worker_killed", 15),
-        (traceback("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed", ASKS) + DEAD, "loader_worker_killed", 6),
+        (
+            traceback("RuntimeError: DataLoader worker (pid 7) is killed by signal: 9", ASKS) + DEAD,
+            "loader_worker_killed",
+            6,
+        ),
         (DELETED + traceback("ValueError: boom"), "own_exception", 9),
         (DELETED + DELETED + TRAINING + traceback("KeyError: 3"), "own_exception", 54),
         (DELETED + THEN + traceback("OSError: gone") + traceback("KeyError: 3"), "own_exception", 16),
@@ -459,21 +472,172 @@ REPORTED = (
         ("Missing key(s) in state_dict: 'a'\nloaded\n" + traceback("TypeError: forward() takes 2"), "own_exception", 6),
         ("[rank0]: " + REPORTED + "[rank0]: KeyError: 3\n", "own_exception", 2),
     ],
-)  # fmt: skip
+)
 def test_a_cause_is_not_what_only_came_near_it(text: str, name: str, line: int) -> None:
     found = diagnose(text)
     assert (found.name, found.evidence[0].line) == (name, line), str(found)
 
 
-# Several launches in one file.
-
-OMP = "W0301 12:0{0}:00.1 41 torch/distributed/run.py:774] Setting OMP_NUM_THREADS environment variable for each process\n"
-IN_USE = (
-    "torch.distributed.DistNetworkError: The server socket has failed to bind. EADDRINUSE, address already in use\n"
+SIZES = "[rank{0}]:[E1 ProcessGroupNCCL.cpp:6] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, "
+SIZES += "OpType={2}, NumelIn={3}, NumelOut={3}, Timeout(ms)=600000) ran for 600007 milliseconds before timing out.\n"
+IN_USE_98 = (
+    "[W socket.cpp:426] [c10d] The server socket has failed to bind to {} (errno: 98 - Address already in use).\n"
 )
-LATE = "[rank1]:[E301 12:09:00.1 ProcessGroupNCCL.cpp:607] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n"
-STOPPED = 'Traceback (most recent call last):\n  File "/a.py", line 3, in f\n    x()\nKeyboardInterrupt\n'
-KEYS = OWN.replace("KeyError: 'image'", 'RuntimeError: Missing key(s) in state_dict: "a"') + "\n"
+SCALES = [f"[1,{r}]<stdout>:NaN or Inf found in input tensor.\n[1,{r}]<stdout>:reducing loss scale to {2.0**-i}\n"
+          for i in range(8) for r in range(2)]  # fmt: skip
+UNLIKE = "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 7 params, while rank 3 has inconsistent {} params.\n"
+LOADS = "RuntimeError: Error(s) in loading state_dict for A:\n\t"
+COPY = 'While copying the parameter named "fc.weight", whose dimensions are torch.Size([4]), an exception occurred : ("{}",).'
+SEMLOCK = "/usr/lib/python3.10/multiprocessing/synchronize.py __init__"
+MEGATRON = "/opt/env/lib/python3.10/site-packages/megatron/training/arguments.py validate_args"
+RAY = "Worker unexpectedly exits with a connection error code 2. Potential root causes: (1) it is killed by SIGKILL by OOM killer."
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "rank", "shown"),
+    [
+        # A message that goes on in the next line, or is glued to another.
+        (
+            "RuntimeError: [../gloo/unbound_buffer.cc:78]\nTimed out waiting 75000ms for recv operation\n",
+            "collective_timeout",
+            None,
+            "75000ms",
+        ),
+        (
+            "[rank1]: RuntimeError: [/gloo/transport/tcp/pair.cc:5]\n[rank1]: Connection closed by peer\n",
+            "peer_lost",
+            None,
+            "closed by peer",
+        ),
+        (traceback("RuntimeError:\nCUDA out of memory. Tried to allocate 2 GiB"), "out_of_memory_cuda", None, "2 GiB"),
+        (TRAINING + "KeyboardInterruptKeyboardInterrupt\n", "ended_from_outside", None, ""),
+        (STOPPED.rstrip() + STOPPED, "ended_from_outside", None, ""),
+        ("KeyError: 'a key'KeyError: 'a key'\n", "own_exception", None, "a key"),
+        (
+            traceback("torch.Failed: backend='inductor' raised:\nNotImplementedError: turn off optimize_ddp"),
+            "own_exception",
+            None,
+            "turn off",
+        ),
+        # What a broad word hides.
+        (traceback(LOADS + COPY.format("CUDA error: device-side assert triggered")), "device_side_assert", None, ""),
+        (traceback(LOADS + COPY.format("CUDA out of memory. Tried")), "out_of_memory_cuda", None, ""),
+        (traceback(LOADS + 'Missing key(s) in state_dict: "a"'), "checkpoint_keys", None, ""),
+        (UNLIKE.format(0), "peer_lost", 3, ""),
+        (UNLIKE.format(9), "shapes_differ_between_ranks", None, ""),
+        (f"(raylet) A worker died or was killed. {RAY}\n", "summary_only", None, "error code 2"),
+        (
+            traceback("OSError: [Errno 28] No space left on device", SEMLOCK).replace(
+                "call()\nOSE", "_multiprocessing.SemLock(\nOSE"
+            ),
+            "loader_shared_memory",
+            None,
+            "",
+        ),
+        (traceback("OSError: [Errno 28] No space left on device: '/data/a'", SEMLOCK), "disk_full", None, ""),
+        (traceback("AssertionError: batch size is not divisible", MEGATRON), "config_error", None, ""),
+        (traceback("AssertionError: batch size is not divisible"), "own_exception", None, ""),
+        # What was unknown.
+        (IN_USE_98.format("[::]:29500") + IN_USE_98.format("0.0.0.0:29500"), "address_in_use", None, "29500"),
+        ("".join(SCALES), "nan_loss", "every rank", ""),
+        ("".join(SCALES) + TRAINING, HEALTHY, None, ""),
+        (
+            "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: unknown error\n",
+            "cuda_kernel_error",
+            None,
+            "",
+        ),
+        (
+            "n1:3:3 [4] net_ib.cc:12 NCCL WARN NET/IB : Got completion from peer 10.0.0.3<5> with error 12, opcode 0\n",
+            "peer_lost",
+            None,
+            "10.0.0.3",
+        ),
+        ("[rank1]: Parameter indices which did not receive grad for rank 1: 4 5 6\n", "unused_parameters", 1, "4 5 6"),
+        (
+            TRAINING + "Error during training: CUDA out of memory. Tried to allocate 2 GiB\nTraining complete!\n",
+            "out_of_memory_cuda",
+            None,
+            "",
+        ),
+        (TRAINING + OWN + "\nwriting the log\nJob completed.\n", "own_exception", None, ""),
+        (TRAINING + OWN + "\n" + TRAINING + "Job completed.\n", HEALTHY, None, ""),
+        (TRAINING + "trainer-1 exited with code 1\n", "summary_only", None, "code 1"),
+        (TRAINING + "The replica worker 0 exited with a non-zero status of 1.\n", "summary_only", None, "status of 1"),
+        ('level=info msg="pod trainer-0 terminated" exitCode=1\n', "summary_only", None, "exitCode=1"),
+        # What the line says.
+        (
+            "RuntimeError: [Rank 0]: Ranks 4, 5, 7 failed to pass monitoredBarrier in 2000 ms\n",
+            "skipped_collective",
+            (4, 5, 7),
+            "2000 ms",
+        ),
+        (
+            "".join(
+                f"[E ProcessGroupGloo.cpp:9] [Rank 0]: Rank {r} failed to pass monitoredBarrier in 9 ms\n"
+                for r in (1, 3)
+            ),
+            "skipped_collective",
+            (1, 3),
+            "",
+        ),
+        (
+            SIZES.format(1, 610, "COALESCED", 56320) + SIZES.format(7, 610, "COALESCED", 107520),
+            "collective_mismatch",
+            None,
+            "NumelIn=56320",
+        ),
+        (
+            SIZES.format(0, 9, "BROADCAST", 4) + SIZES.format(1, 9, "ALLREDUCE", 4),
+            "collective_mismatch",
+            None,
+            "OpType=BROADCAST",
+        ),
+        (
+            SIZES.format(1, 610, "ALLREDUCE", 56320) + SIZES.format(7, 610, "ALLREDUCE", 56320),
+            "collective_timeout",
+            None,
+            "600000",
+        ),
+        (SIZES.format(1, 610, "SEND", 5) + SIZES.format(7, 610, "SEND", 6), "collective_timeout", None, ""),
+        ("srun: error: Node failure on node3\n", "node_lost", None, "node3"),
+        (
+            "Cuda failure 217 'peer access is not supported between these two devices'\n"
+            + "ncclUnhandledCudaError: Call failed\n",
+            "nccl_cuda_error",
+            None,
+            "217",
+        ),
+        # What is shown of a long line.
+        (
+            "Epoch 0:   0%|" + " " * 300 + "| 0/500 [00:00<?, ?it/s]" + SIZES.format(1, 6, "ALLREDUCE", 512),
+            "collective_timeout",
+            None,
+            "Timeout(ms)=600000",
+        ),
+        (
+            "x" * 300 + " " + "y " * 90 + "CUDA out of memory. Tried to allocate 2 GiB (Error)\n",
+            "out_of_memory_cuda",
+            None,
+            "2 GiB",
+        ),
+    ],
+    ids=lambda each: each[-30:] if isinstance(each, str) else "",
+)
+def test_what_a_line_says_is_used(text: str, name: str, rank: Culprit, shown: str) -> None:
+    found = diagnose(text)
+    assert (found.name, found.rank) == (name, rank), str(found)
+    assert shown in str(found) and len(found.sentence) <= 200
+
+
+def test_the_host_that_is_lost_is_not_the_one_that_reports_it() -> None:
+    said = "W0506 The node '{}' has failed to send a keep-alive heartbeat to the rendezvous '1' due to an error of type {}.\n"
+    found = diagnose(said.format("node07_9_0", "RendezvousConnectionError"))
+    assert found.name == "node_lost" and found.sentence.startswith("node07_9_0 only reports it")
+    assert diagnose("srun: error: Node failure on node3\n").sentence == "node3 was lost."
+
+
+# Several launches in one file.
 
 
 @pytest.mark.parametrize(
@@ -659,5 +823,5 @@ def test_the_readme_shows_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_shown_fits_a_terminal() -> None:
     text = str(diagnose(interleaved(teed)))
-    assert text.splitlines()[0] == "own_exception (certain): Your own code raised an exception"
+    assert text.splitlines()[0] == "own_exception (certain): An exception ended a rank"
     assert os.linesep not in text.splitlines()[-1] and text.splitlines()[-1].endswith("ddpkit explain own_exception")

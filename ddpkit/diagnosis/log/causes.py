@@ -11,7 +11,7 @@ from ddpkit.diagnosis.pages import Page, Signature, page, pages
 
 from .found import Hit, Scan
 from .lines import Line
-from .progress import DEALT_WITH, alarms
+from .progress import DEALT_WITH, alarms, counts
 from .tracebacks import Raised
 
 # How near a line is to the failure itself; the smallest wins, then the earliest. A kernel or a scheduler says why; an exception
@@ -70,10 +70,10 @@ class Cause:
         )
 
 
-def causes(found: Scan) -> list[Cause]:
-    """Every line that may be the cause, the likeliest first."""
+def causes(found: Scan, warnings: bool = False) -> list[Cause]:
+    """Every line that may be the cause, the likeliest first; also those that only warn of it, if `warnings`."""
     over = _first(found, lambda hit: hit.page.name in ENDS_ALL and not hit.signature.consequence)
-    matched = list(_matched(found, over))
+    matched = list(_matched(found, over, warnings))
     named = {(c.line.file, c.line.number) for c in matched}
     raised = []
     for cause in _raised(found):
@@ -86,10 +86,10 @@ def _first(found: Scan, like: Callable[[Hit], bool]) -> int | None:
     return min((hit.order for hit in found.hits if like(hit)), default=None)
 
 
-def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
+def _matched(found: Scan, over: int | None, warnings: bool) -> Iterator[Cause]:
     """The lines that a signature of the catalog matches."""
     elastic = _under_torchrun(found)
-    failed = bool(found.raised) or any(end.exitcode for _, end in found.ends)
+    failed = warnings or bool(found.raised) or any(end.exitcode for _, end in found.ends)
     known = {hit.order for hit in found.hits}
     apart = _apart(found)
     own_by: dict[int | None, int] = {}
@@ -210,5 +210,12 @@ def left_early(found: Scan, possible: list[Cause]) -> Cause | None:
 
 
 def _at_the_end(found: Scan, hit: Hit) -> bool:
-    """Whether the last lines of the log still match."""
-    return any(hit.signature.pattern.search(line.text) for line in found.tail.get(hit.line.file, ()))
+    """Whether the last lines of the log still match, and no steps follow."""
+    since = 0
+    for line in reversed(found.tail.get(hit.line.file, ())):
+        if hit.signature.pattern.search(line.text):
+            return True
+        since += counts(line.text)
+        if since > 2:
+            return False
+    return False

@@ -109,6 +109,8 @@ def diagnosis_of(found: Scan) -> Diagnosis:
 
 def _judged(found: Scan) -> Diagnosis:
     possible = causes(found)
+    if not possible and not any(ends_well(tail) for tail in found.tail.values()):
+        possible = causes(found, warnings=True)
     if not possible or possible[0].nearness == BESIDE:
         return _nothing(found)
     best = possible[0]

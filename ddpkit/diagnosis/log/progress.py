@@ -11,6 +11,7 @@ from .lines import Line
 # So many lines after a telling one are read, to see whether the job went on.
 AFTERMATH = 150
 MOST_STEPS = 50_000
+CAUGHT_LINES = 8
 
 _BAR = re.compile(r"\b(?P<n>\d+)/\d+ \[(?:\d+:)?\d+:\d+<")
 _COUNTED = re.compile(
@@ -42,16 +43,28 @@ def alarms(text: str) -> bool:
     return not _WARNS.search(text) and not DEALT_WITH.search(text) and bool(_ALARM.search(text))
 
 
+def counts(text: str) -> bool:
+    """Whether a line counts steps."""
+    return bool(_BAR.search(text) or _COUNTED.search(text))
+
+
 def ends_well(lines: Iterable[Line]) -> bool:
     """Whether the last lines of a log tell of a good end: steps, or the word that all is done, and no alarm since."""
+    claimed = 0
     for line in reversed(list(lines)):
         if alarms(line.text):
             return False
-        if _BAR.search(line.text) or _COUNTED.search(line.text):
+        if counts(line.text):
             return True
-        if _DONE.search(line.text) or (_COMPLETED.search(line.text) and not _FAILED.search(line.text)):
+        if _DONE.search(line.text) or _claims_completion(line.text):
+            claimed = line.number
+        elif claimed and claimed - line.number > CAUGHT_LINES:
             return True
-    return False
+    return bool(claimed)
+
+
+def _claims_completion(text: str) -> bool:
+    return bool(_COMPLETED.search(text)) and not _FAILED.search(text)
 
 
 class Progress:
@@ -59,12 +72,12 @@ class Progress:
 
     def __init__(self) -> None:
         self._steps: list[tuple[int, str, str, tuple[int, ...]]] = []
-        self._completed: dict[str, int] = {}
+        self._completed: dict[str, tuple[int, int]] = {}
 
     def note(self, order: int, line: Line, told: bool) -> None:
         """Keep what a line says of steps, unless it `told` of a failure, and whether it says that all is done."""
-        if _COMPLETED.search(line.text) and not _FAILED.search(line.text):
-            self._completed[line.file] = order
+        if _claims_completion(line.text):
+            self._completed[line.file] = order, line.number
         if told or len(self._steps) >= MOST_STEPS:
             return
         counted = [(each["what"].lower(), int(each["n"])) for each in _COUNTED.finditer(line.text)]
@@ -88,4 +101,7 @@ class Progress:
                     reached.append(number)
         if any(len(reached) > 2 for reached in furthest.values()):
             return True
-        return self._completed.get(line.file, -1) > max(order, last_end)
+        completed, number = self._completed.get(line.file, (-1, 0))
+        # So soon after an error, and without a step since, a program claims it that has only caught the error.
+        caught = number - line.number <= CAUGHT_LINES and not furthest
+        return completed > max(order, last_end) and not caught

@@ -178,10 +178,10 @@ class _OneLog:
                 self._into.launches[line.file] = self._into.seen + 1, number
             told = self._take(line, words)
             self._looked_at = number
-            if told:
+            if told or self._tracebacks:
                 self._attends = AFTERMATH if self._attended < MOST_AFTERMATH else SHORT_AFTERMATH
             self._attended += 1
-            self._into.progress.note(self._order(), line, told)
+            self._into.progress.note(self._order(), line, told or self._tracebacks.inside(line))
 
     def _take(self, line: Line, words: set[int]) -> bool:
         """Keep what a line tells of a failure; whether it does."""
@@ -215,7 +215,7 @@ class _OneLog:
                     told |= self._match(page, signature, raised.text, line, order, raised)
         for page, signature in self._words.signatures(set() if quoted else words):
             told |= self._match(page, signature, text, line, order, raised)
-        return told or bool(self._tracebacks)
+        return told
 
     def _goes_on(self, said: Raised, line: Line) -> bool:
         """Whether the message of an exception goes on in `line`, the next of its writer."""
