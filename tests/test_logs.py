@@ -483,9 +483,9 @@ SIZES += "OpType={2}, NumelIn={3}, NumelOut={3}, Timeout(ms)=600000) ran for 600
 IN_USE_98 = (
     "[W socket.cpp:426] [c10d] The server socket has failed to bind to {} (errno: 98 - Address already in use).\n"
 )
-SCALES = [f"[1,{r}]<stdout>:NaN or Inf found in input tensor.\n[1,{r}]<stdout>:reducing loss scale to {2.0**-i}\n"
-          for i in range(8) for r in range(2)]  # fmt: skip
-UNLIKE = "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 7 params, while rank 3 has inconsistent {} params.\n"
+SCALE = "[1,{0}]<stdout>:NaN or Inf found in input tensor.\n[1,{0}]<stdout>:Reducing loss scale to {1}\n"
+SCALES = [SCALE.format(rank, 2.0**-i) for i in range(8) for rank in range(2)]
+UNLIKE = "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 7 params, while rank 3 has inconsistent {} params."
 LOADS = "RuntimeError: Error(s) in loading state_dict for A:\n\t"
 COPY = 'While copying the parameter named "fc.weight", whose dimensions are torch.Size([4]), an exception occurred : ("{}",).'
 SEMLOCK = "/usr/lib/python3.10/multiprocessing/synchronize.py __init__"

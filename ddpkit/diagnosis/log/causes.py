@@ -62,12 +62,8 @@ class Cause:
     @property
     def weight(self) -> tuple[int, int, int]:
         """Nearness, then time, then how specific: the smallest is the likeliest."""
-        signature = self.signature
-        return (
-            self.nearness,
-            self.order,
-            3 if not signature.text else 2 * signature.general + (not signature.spans_lines),
-        )
+        how = self.signature
+        return self.nearness, self.order, 2 * how.general + (not how.spans_lines) if how.text else 3
 
 
 def causes(found: Scan, warnings: bool = False) -> list[Cause]:
@@ -75,10 +71,7 @@ def causes(found: Scan, warnings: bool = False) -> list[Cause]:
     over = _first(found, lambda hit: hit.page.name in ENDS_ALL and not hit.signature.consequence)
     matched = list(_matched(found, over, warnings))
     named = {(c.line.file, c.line.number) for c in matched}
-    raised = []
-    for cause in _raised(found):
-        if (cause.line.file, cause.line.number) not in named and cause.order not in found.explained:
-            raised.append(cause)
+    raised = [c for c in _raised(found) if (c.line.file, c.line.number) not in named and c.order not in found.explained]
     return sorted([*matched, *raised, *_ended(found, over is not None)], key=lambda c: c.weight)
 
 
@@ -105,9 +98,8 @@ def _matched(found: Scan, over: int | None, warnings: bool) -> Iterator[Cause]:
                 continue
         elif not hit.signature.beside and found.went_on(hit.order, hit.line):
             continue
-        if not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not alarms(hit.line.text):
-            continue
-        if nearness == PRINTED_WHY and DEALT_WITH.search(hit.line.text):
+        harmless = not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not alarms(hit.line.text)
+        if harmless or (nearness == PRINTED_WHY and DEALT_WITH.search(hit.line.text)):
             continue
         if nearness == PRINTED_WHY and hit.signature.where != "stderr" and hit.rank in own_by:
             # A program prints errors that it has dealt with; the exception that ended it says more.
@@ -167,8 +159,7 @@ def _raised(found: Scan) -> Iterator[Cause]:
         else:
             # What a loader meets while it asks its workers, it raises again as what became of them.
             met = raised.type in _BY_ANOTHER or any(frame.function == "_try_get_data" for frame in raised.frames)
-            nearness = DIED if met else RAISED
-            yield Cause(nearness, order, page("own_exception"), line, rank, raised)
+            yield Cause(DIED if met else RAISED, order, page("own_exception"), line, rank, raised)
 
 
 def _ended(found: Scan, over: bool) -> Iterator[Cause]:
@@ -211,11 +202,9 @@ def left_early(found: Scan, possible: list[Cause]) -> Cause | None:
 
 def _at_the_end(found: Scan, hit: Hit) -> bool:
     """Whether the last lines of the log still match, and no steps follow."""
-    since = 0
+    steps = 0
     for line in reversed(found.tail.get(hit.line.file, ())):
         if hit.signature.pattern.search(line.text):
-            return True
-        since += counts(line.text)
-        if since > 2:
-            return False
+            return steps < 3
+        steps += counts(line.text)
     return False

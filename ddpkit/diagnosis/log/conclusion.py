@@ -15,22 +15,8 @@ from ddpkit.runfolder import wire
 from ddpkit.runfolder.stable import shortened
 from ddpkit.verdict.finding import Culprit
 
-from .causes import (
-    BESIDE,
-    COMPARES,
-    DIED,
-    ENDS_ALL,
-    LOST_ANOTHER,
-    OF_ANOTHER,
-    PRINTED_WHY,
-    RAISED,
-    SENT_BY_LAUNCHER,
-    SUMMARY,
-    TOLD_BY_THE_SYSTEM,
-    Cause,
-    causes,
-    left_early,
-)
+from . import causes as near
+from .causes import Cause, causes
 from .found import Scan
 from .lines import Line, Source, sources
 from .progress import ends_well
@@ -111,31 +97,37 @@ def _judged(found: Scan) -> Diagnosis:
     possible = causes(found)
     if not possible and not any(ends_well(tail) for tail in found.tail.values()):
         possible = causes(found, warnings=True)
-    if not possible or possible[0].nearness == BESIDE:
+    if not possible or possible[0].nearness == near.BESIDE:
         return _nothing(found)
     best = possible[0]
-    if best.nearness == LOST_ANOTHER and (early := left_early(found, possible)):
+    if best.nearness == near.LOST_ANOTHER and (early := near.left_early(found, possible)):
         best = early
-    if best.nearness == SUMMARY:
+    if best.nearness == near.SUMMARY:
         best = next((c for c in possible if c.page is page("summary_only")), best)
     if best.page is None:
         title = "It failed, and this log does not say of what."
         return Diagnosis(UNKNOWN, title, "", None, _shown(possible), (), "unknown", _EVERY_LOG)
-    same = [c for c in possible if c.page is best.page and c.nearness <= max(DIED, best.nearness) and _alike(c, best)]
-    if best.nearness == BESIDE:
+    same = [
+        c for c in possible if c.page is best.page and c.nearness <= max(near.DIED, best.nearness) and _alike(c, best)
+    ]
+    if best.nearness == near.BESIDE:
         same = [best]
     rank = _culprit(best, same, found)
     at = {(c.line.file, c.line.number) for c in same}
     rivals = [c for c in possible if _competes(c, best)]
-    unrelated = (None, page("early_exit"))
     followed = []
     for cause in possible:
-        told = (cause.line.file, cause.line.number) in at or cause.nearness == SUMMARY or cause in rivals
-        if cause.page not in unrelated and not told:
+        told = (cause.line.file, cause.line.number) in at or cause.nearness == near.SUMMARY or cause in rivals
+        if not told and cause.page not in (None, page("early_exit")):
             followed.append(cause)
-    unsure = best.nearness >= DIED or best.nearness == PRINTED_WHY or best.signature.general or best.signature.shared
+    unsure = (
+        best.nearness >= near.DIED
+        or best.nearness == near.PRINTED_WHY
+        or best.signature.general
+        or best.signature.shared
+    )
     confidence: Confidence = "likely" if unsure or rivals else "certain"
-    collect = "" if best.nearness < LOST_ANOTHER else _EVERY_LOG
+    collect = "" if best.nearness < near.LOST_ANOTHER else _EVERY_LOG
     if best.page.name == "collective_timeout":
         collect = _WHOM_IT_WAITED_FOR
     name, title, sentence = best.page.name, best.page.title, _sentence(best, rank)
@@ -151,10 +143,10 @@ def _alike(cause: Cause, best: Cause) -> bool:
 
 def _competes(cause: Cause, best: Cause) -> bool:
     """Whether `cause` may be what failed as well as `best`: as near to the failure, of another kind, and no consequence of it."""
-    if cause.page is None or cause.nearness > RAISED or best.nearness > RAISED or best.page is None:
+    if cause.page is None or cause.nearness > near.RAISED or best.nearness > near.RAISED or best.page is None:
         return False
     if cause.page is not best.page:
-        foreign = cause.page.name in OF_ANOTHER | COMPARES | ENDS_ALL
+        foreign = cause.page.name in near.OF_ANOTHER | near.COMPARES | near.ENDS_ALL
         earlier = cause.order < best.order and cause.rank != best.rank
         return not foreign and not cause.signature.general and (cause.raised is None or earlier)
     return None not in (cause.rank, best.rank) and cause.rank != best.rank and not _alike(cause, best)
@@ -162,17 +154,17 @@ def _competes(cause: Cause, best: Cause) -> bool:
 
 def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
     name = best.page.name if best.page else ""
-    if name in ENDS_ALL or name == "node_lost":
+    if name in near.ENDS_ALL or name == "node_lost":
         return None
-    if name in OF_ANOTHER:
+    if name in near.OF_ANOTHER:
         named = sorted({rank for c in same for rank in c.named})
         return tuple(named) if len(named) > 1 else named[0] if named else None
     ranks = tuple(sorted({c.rank for c in same if c.rank is not None}))
     world = found.ranks | {e.rank for _, e in found.ends if e.listed and e.rank is not None}
     # A rank is the odd one only where it alone, of three or more, says so.
-    if name in COMPARES and (len(ranks) != 1 or len(world) < 3):
+    if name in near.COMPARES and (len(ranks) != 1 or len(world) < 3):
         return None
-    if not ranks or best.nearness == SUMMARY:
+    if not ranks or best.nearness == near.SUMMARY:
         return _not_labelled(len({(c.line.file, c.line.number) for c in same}), best, found)
     if len(ranks) == 1:
         return ranks[0]
@@ -182,13 +174,13 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
 def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:
     """The rank of lines that name none: the ranks in torchrun's summary, if there are as many as lines; else the one that it
     calls the first to fail, or the only one that ended by itself."""
-    told = [e for _, e in found.ends if e.exitcode and e.rank is not None and e.signal not in SENT_BY_LAUNCHER]
+    told = [e for _, e in found.ends if e.exitcode and e.rank is not None and e.signal not in near.SENT_BY_LAUNCHER]
     listed = sorted({e.rank for _, e in found.ends if e.listed and e.rank is not None})
-    if times > 1 and listed and TOLD_BY_THE_SYSTEM < best.nearness < SUMMARY:
+    if times > 1 and listed and near.TOLD_BY_THE_SYSTEM < best.nearness < near.SUMMARY:
         if times < len(listed) or len(listed) == 1:
             return None
         return "every rank" if listed == list(range(len(listed))) else tuple(listed)
-    if best.nearness == TOLD_BY_THE_SYSTEM:
+    if best.nearness == near.TOLD_BY_THE_SYSTEM:
         # Under torchrun a task of the scheduler is an agent, not a rank, and a kernel knows no ranks.
         told = [e for e in told if e.by_torchrun]
     ranks = {e.rank for e in told if e.root} or {e.rank for e in told if not e.listed}
@@ -211,13 +203,10 @@ def _sentence(best: Cause, rank: Culprit) -> str:
         who = f"Ranks {', '.join(map(str, rank[:-1]))} and {rank[-1]}"
     if best.raised is None:
         told = best.signature.pattern.search(best.line.text) if best.signature.text else None
-        hosts = told.groupdict() if told else {}
-        if hosts.get("lost") or hosts.get("reporter"):
-            return (
-                f"{hosts['lost']} was lost."
-                if hosts.get("lost")
-                else f"{hosts['reporter']} only reports it: the host that keeps the rendezvous was lost."
-            )
+        if (hosts := told.groupdict() if told else {}).get("lost"):
+            return f"{hosts['lost']} was lost."
+        if hosts.get("reporter"):
+            return f"{hosts['reporter']} only reports it: the host that keeps the rendezvous was lost."
         how = "missing" if best.named else "at fault"
         return f"{who} {'are' if isinstance(rank, tuple) else 'is'} {how}." if who else ""
     where = best.raised.where
@@ -228,9 +217,8 @@ def _sentence(best: Cause, rank: Culprit) -> str:
 
 def _nothing(found: Scan) -> Diagnosis:
     """Healthy where a log tells of a good end; else what to collect."""
-    for tail in found.tail.values():
-        last = tail[-1] if tail else None
-        if last and last.text.endswith("^C"):
+    for last in [tail[-1] for tail in found.tail.values() if tail]:
+        if last.text.endswith("^C"):
             stopped = page("ended_from_outside")
             return Diagnosis(stopped.name, stopped.title, "", None, (_line(last),), (), "likely", "")
     if found.cut:

@@ -41,10 +41,8 @@ _PREFIXES = tuple(
         # An error that torchrun logs; a warning keeps its letter.
         r"E\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+\.py:\d+\] ",
         # torchrun --tee, torch.distributed's own, mpirun, SageMaker.
-        r"\[(?:rank|default|trainer|worker)(?P<rank>\d+)\]: ?",
-        r"\[(?P<rank>\d{1,4})\](?:<std(?:out|err)>: ?| (?=\[\d{4}-))",
-        r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,algo-\d+)?\] ?<std(?:out|err)>: ?",
-        r"\[[Rr][Aa][Nn][Kk][ :=]*(?P<rank>\d+)\]:? ?",
+        r"\[(?:default|trainer|worker|(?i:rank)[ :=]*)(?P<rank>\d+)\]:? ?",
+        r"\[(?:\d+,)?(?:mpirank:)?(?P<rank>\d+)(?:,algo-\d+)?\] ?(?:<std(?:out|err)>: ?|(?=\[\d{4}-))",
         # Ray, DeepSpeed over pdsh.
         r"\((?P<key>[A-Za-z_][\w.<>]* ?(?:\([^)]*\) )?pid=\d+(?:, ip=[\d.]+)?)(?:, (?:world_)?rank=(?P<rank>\d+))?\) ",
     )
@@ -195,10 +193,10 @@ class Reader:
         labels = [label for line in lines if (label := _LABELLED.match(line))]
         # If few lines have one, it is something else.
         self._labelled = len(labels) > 0.3 * len(lines)
-        numbers = [int(label["rank"] or -1) for label in labels]
-        counts = numbers == list(range(numbers[0], numbers[0] + len(numbers))) if len(numbers) > 2 else False
         # An editor's numbers of lines are no ranks.
-        self._numbered = counts and (numbers[0] > 0 or len(numbers) > 8)
+        numbers = [int(label["rank"] or -1) for label in labels]
+        counts = numbers == [*range(numbers[0], numbers[0] + len(numbers))] if numbers else False
+        self._numbered = counts and len(numbers) > (2 if numbers[0] else 8)
         self._before: dict[str, None] = {}
         self._learned: re.Pattern[str] | None = None
         self._json = bool(lines) and all(_of_json(line) for line in lines[:3])
@@ -262,8 +260,7 @@ class Reader:
                 if found := prefix.match(text, at):
                     at = found.end()
                     told = found.groupdict()
-                    if told.get("rank"):
-                        rank = int(told["rank"])
+                    rank = int(told["rank"]) if told.get("rank") else rank
                     key += told.get("key") or told.get("rank") or ""
                     break
             else:
