@@ -485,12 +485,12 @@ IN_USE_98 = (
 )
 SCALE = "[1,{0}]<stdout>:NaN or Inf found in input tensor.\n[1,{0}]<stdout>:Reducing loss scale to {1}\n"
 SCALES = [SCALE.format(rank, 2.0**-i) for i in range(8) for rank in range(2)]
-UNLIKE = "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 7 params, while rank 3 has inconsistent {} params."
+UNLIKE = "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 7, while rank 3 has inconsistent {} params.\n"
 LOADS = "RuntimeError: Error(s) in loading state_dict for A:\n\t"
 COPY = 'While copying the parameter named "fc.weight", whose dimensions are torch.Size([4]), an exception occurred : ("{}",).'
 SEMLOCK = "/usr/lib/python3.10/multiprocessing/synchronize.py __init__"
 MEGATRON = "/opt/env/lib/python3.10/site-packages/megatron/training/arguments.py validate_args"
-RAY = "Worker unexpectedly exits with a connection error code 2. Potential root causes: (1) it is killed by SIGKILL by OOM killer."
+RAY = "Worker unexpectedly exits with a connection error code 2. Potential root causes: (1) killed by SIGKILL by OOM killer."
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ def _judged(found: Scan) -> Diagnosis:
         or best.signature.general
         or best.signature.shared
     )
+    unsure |= best.raised is not None and not best.raised.frames
     confidence: Confidence = "likely" if unsure or rivals else "certain"
     collect = "" if best.nearness < near.LOST_ANOTHER else _EVERY_LOG
     if best.page.name == "collective_timeout":

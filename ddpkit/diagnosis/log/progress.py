@@ -101,7 +101,7 @@ class Progress:
                     reached.append(number)
         if any(len(reached) > 2 for reached in furthest.values()):
             return True
-        completed, number = self._completed.get(line.file, (-1, 0))
+        completed, claimed = self._completed.get(line.file, (-1, 0))
         # So soon after an error, and without a step since, a program claims it that has only caught the error.
-        caught = number - line.number <= CAUGHT_LINES and not furthest
+        caught = claimed - line.number <= CAUGHT_LINES and not furthest
         return completed > max(order, last_end) and not caught
