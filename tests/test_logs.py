@@ -825,3 +825,20 @@ def test_what_is_shown_fits_a_terminal() -> None:
     text = str(diagnose(interleaved(teed)))
     assert text.splitlines()[0] == "own_exception (certain): An exception ended a rank"
     assert os.linesep not in text.splitlines()[-1] and text.splitlines()[-1].endswith("ddpkit explain own_exception")
+
+
+@pytest.mark.parametrize(("part", "right"), [("first", 34), ("second", 27)])
+def test_as_many_public_excerpts_are_right_as_docs_say(part: str, right: int) -> None:
+    """Excerpts from public threads; what they tell was noted before ddpkit read them. The second forty changed no signature."""
+    folder = Path(__file__).parent / "public" / part
+    found = 0
+    for row in tomllib.loads((folder / "truth.toml").read_text())["log"]:
+        said = diagnose(folder / row["file"])
+        if row["state"] == "healthy":
+            assert said.name in (HEALTHY, UNKNOWN), f"{row['file']}: an alarm, {said.name}"
+            found += said.name == HEALTHY
+            continue
+        assert said.name != HEALTHY, row["file"]
+        ranks = [said.rank] if isinstance(said.rank, int) else sorted(said.rank or ())
+        found += said.name in (row["page"] or [UNKNOWN]) and ranks in ([], sorted(row["ranks"]))
+    assert found >= right

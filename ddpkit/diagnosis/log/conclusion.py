@@ -207,7 +207,9 @@ def _sentence(best: Cause, rank: Culprit) -> str:
         if (hosts := told.groupdict() if told else {}).get("lost"):
             return f"{hosts['lost']} was lost."
         if hosts.get("reporter"):
-            return f"{hosts['reporter']} only reports it: the host that keeps the rendezvous was lost."
+            return (
+                f"{hosts['reporter']} only reports it: the rendezvous is gone, with the host or the job that kept it."
+            )
         how = "missing" if best.named else "at fault"
         return f"{who} {'are' if isinstance(rank, tuple) else 'is'} {how}." if who else ""
     where = best.raised.where

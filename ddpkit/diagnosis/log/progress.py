@@ -15,7 +15,7 @@ CAUGHT_LINES = 8
 
 _BAR = re.compile(r"\b(?P<n>\d+)/\d+ \[(?:\d+:)?\d+:\d+<")
 _COUNTED = re.compile(
-    r"(?i)\b(?P<what>step|iter|iteration|epoch|batch|global_step|num_updates|update|training result)s?\b[\"']?"
+    r"(?i)\b(?P<what>step|iter|iteration|epoch|batch|global_step|num_updates|update|training result)(?:s(?!=))?\b[\"']?"
     r"\s*[:=\[#/ ]\s*\[?\s*(?P<n>\d+)"
 )
 _COMPLETED = re.compile(
