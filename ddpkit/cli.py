@@ -77,14 +77,14 @@ def diagnose(
 ) -> None:
     """Name the failure in LOGS of any launcher: which rank, which line shows it, which errors are consequences.
 
-    Exit code: 0 healthy, 1 a failure, known or not, 2 nothing to read.
+    Exit code: 0 healthy, 1 a failure, known or not, 2 nothing to read, 3 neither a known failure nor a good end.
     """
     from .diagnosis.log.conclusion import diagnose as of
-    from .diagnosis.run import HEALTHY
+    from .diagnosis.run import HEALTHY, UNKNOWN
 
     found = of(*logs)
     print(found.json() if as_json else found)
-    raise typer.Exit(0 if found.name == HEALTHY else 1)
+    raise typer.Exit(0 if found.name == HEALTHY else 3 if found.name == UNKNOWN and not found.evidence else 1)
 
 
 @app.command()

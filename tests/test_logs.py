@@ -22,6 +22,7 @@ from ddpkit import LogError, diagnose
 from ddpkit.diagnosis.log.causes import OF_ANOTHER
 from ddpkit.diagnosis.log.lines import Source, chunks, sources
 from ddpkit.diagnosis.log.literals import required
+from ddpkit.diagnosis.log.scan import scan
 from ddpkit.diagnosis.pages import page, pages
 from ddpkit.diagnosis.run import HEALTHY, UNKNOWN
 from ddpkit.verdict.finding import Culprit
@@ -79,7 +80,7 @@ def test_a_recorded_log_leads_to_its_failure(log: Recorded) -> None:
     for each in (*found.evidence, *found.consequences):
         assert each.file == str(log.path)
         assert re.sub(r"\W", "", each.text)[-20:] in re.sub(r"\x1b\[[\d;]*m|\W", "", lines[each.line - 1]), each
-    assert bool(found.evidence) == (log.failure != HEALTHY)
+    assert bool(found.evidence) == (log.failure not in (HEALTHY, UNKNOWN))
 
 
 def test_every_recorded_log_is_entered() -> None:
@@ -96,7 +97,11 @@ def test_a_documented_message_is_known_to_its_page_and_to_no_other(message: dict
     for other in pages():
         for s in other.signatures:
             specific = s.text and not (s.general or s.consequence or s.beside or s.type)
-            if other is not own and specific and not any(x.general for x in own.signatures if x.pattern.search(text)):
+            if (
+                other is not own
+                and specific
+                and not any(x.general or x.spans_lines for x in own.signatures if x.pattern.search(text))
+            ):
                 assert not s.pattern.search(text), f"{other.name} claims it: {s.text}"
 
 
@@ -116,6 +121,14 @@ def test_every_signature_has_a_recorded_or_a_documented_message() -> None:
             if signature.text:
                 found = any(signature.pattern.search(t) for t in [*texts, *plain])
                 assert found, f"{each.name}: nothing tests {signature.text}"
+
+
+def test_a_signature_that_logs_of_other_failures_hold_is_never_certain() -> None:
+    for log in LOGS:
+        for hit in scan(sources([log.path])).hits:
+            signature = hit.signature
+            known = hit.page.name == log.failure or signature.consequence or signature.beside or signature.general
+            assert known or signature.shared, f"{log.file} holds it too: {hit.page.name}, {signature.text}"
 
 
 def test_every_page_but_the_silent_ones_is_reached() -> None:
@@ -217,6 +230,37 @@ def test_interleaved_ranks_are_told_apart_whatever_stands_before_their_lines(sha
         assert (found.name, found.rank, found.confidence) == ("own_exception", 2, "certain"), str(found)
         assert found.sentence == "Rank 2 raised KeyError at /home/you/train.py:12: loss = net(batch)."
         assert {c.rank for c in found.consequences} == {0, 1, 3}
+
+
+@pytest.mark.parametrize(
+    ("before", "rank"),
+    [
+        *(
+            (each, None)
+            for each in ("c00000{r}: ", "ip-10-0-0-{r}: ", "h{r}.local: ", "algo-{r}-abcde  | ", "trainer/{r} ")
+        ),
+        *((each, None) for each in ("(train, pid=312{r}) ", "train-x{r} pytorch ", "[pod/job-x{r}yz1/main] ")),
+        ("2026-01-01 10:00:{n:02d},{n:03d} host-{r} INFO ", None),
+        *((each, 2) for each in ("rank {r}: ", "[{r}]: ", "[1,{r}]<stderr>:", "(main, rank={r}) ")),
+        *(
+            (each, None)
+            for each in ("stderr: ", "| ", "> ", "launcher: ", "{n:4d}  ", "{n}: ", "{n:6d}\t", "{n:3d} | ")
+        ),
+    ],
+)
+def test_what_precedes_the_lines_is_learned_from_a_traceback(before: str, rank: int | None) -> None:
+    dice = random.Random(0)
+    queues = {r: (OWN if r == 2 else LOST).split("\n") for r in (range(4) if "{r}" in before else (2,))}
+    for ahead in ("", TRAINING):
+        rows = [(0, line) for line in ahead.splitlines()]
+        todo = {r: list(queue) for r, queue in queues.items()}
+        while any(todo.values()):
+            r = dice.choice([r for r, queue in todo.items() if queue])
+            rows.append((r, todo[r].pop(0)))
+        text = "".join(f"{before.format(r=r, n=n)}{line}\n" for n, (r, line) in enumerate(rows, 1))
+        found = diagnose(text)
+        assert (found.name, found.rank) == ("own_exception", rank), str(found)
+        assert found.sentence.endswith("raised KeyError at /home/you/train.py:12: loss = net(batch).")
 
 
 def test_progress_bars_colours_and_odd_bytes_do_not_hide_the_line() -> None:
@@ -358,6 +402,272 @@ def test_the_first_exception_of_a_chain_and_a_launchers_wrapper() -> None:
     assert found.evidence[0].line == 6 and found.name == "own_exception"
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "certain"),
+    [
+        ("KeyError: 'image'", "IndexError: list index out of range", False),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+            "OSError: [Errno 28] No space left on device",
+            False,
+        ),
+        ("KeyError: 'image'", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", False),
+        ("KeyError: 'image'", LOST.splitlines()[-1], True),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+            "RuntimeError: rank 1 has failed",
+            True,
+        ),
+    ],
+)
+def test_where_two_causes_compete_both_are_shown_and_none_is_certain(first: str, second: str, certain: bool) -> None:
+    raised = [OWN.replace("KeyError: 'image'", said) for said in (first, second)]
+    found = diagnose("\n".join(f"[rank{r}]: {line}" for r, text in enumerate(raised, 1) for line in text.split("\n")))
+    assert (found.confidence == "certain") == certain, str(found)
+    assert {each.rank for each in found.evidence} == ({1} if certain else {1, 2})
+
+
+OMP = "W0301 12:0{0}:00.1 41 torch/distributed/run.py:774] Setting OMP_NUM_THREADS environment variable for each process\n"
+IN_USE = (
+    "torch.distributed.DistNetworkError: The server socket has failed to bind. EADDRINUSE, address already in use\n"
+)
+LATE = "[rank1]:[E301 12:09:00.1 ProcessGroupNCCL.cpp:607] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n"
+STOPPED = 'Traceback (most recent call last):\n  File "/a.py", line 3, in f\n    x()\nKeyboardInterrupt\n'
+KEYS = OWN.replace("KeyError: 'image'", 'RuntimeError: Missing key(s) in state_dict: "a"') + "\n"
+
+
+def traceback(said: str, *frames: str) -> str:
+    """A traceback that ends in `said`; each frame is a file and a function."""
+    inside = "".join(
+        '  File "{}", line 9, in {}\n    call()\n'.format(*frame.split()) for frame in ("/app/train.py main", *frames)
+    )
+    return f"Traceback (most recent call last):\n{inside}{said}\n"
+
+
+THEN = "\nThe above exception was the direct cause of the following exception:\n\n"
+ASKS = "/env/lib/python3.10/site-packages/torch/utils/data/dataloader.py _try_get_data"
+DEAD = THEN + traceback("RuntimeError: DataLoader worker (pid(s) 71) exited unexpectedly", ASKS)
+DELETED = "Exception ignored in: <function Iter.__del__ at 0x7f>\n" + traceback(
+    "AssertionError: can only test a child process"
+)
+REPORTED = (
+    "size mismatch for head.weight: copying a param with shape torch.Size([10]), the shape here is torch.Size([4]).\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "line"),
+    [
+        (traceback("_queue.Empty", ASKS) + DEAD, "loader_worker_killed", 15),
+        (traceback("OSError: [Errno 9] Bad file descriptor", ASKS) + DEAD, "loader_worker_killed", 15),
+        (
+            traceback("RuntimeError: DataLoader worker (pid 7) is killed by signal: 9", ASKS) + DEAD,
+            "loader_worker_killed",
+            6,
+        ),
+        (DELETED + traceback("ValueError: boom"), "own_exception", 9),
+        (DELETED + DELETED + TRAINING + traceback("KeyError: 3"), "own_exception", 54),
+        (DELETED + THEN + traceback("OSError: gone") + traceback("KeyError: 3"), "own_exception", 16),
+        (REPORTED + traceback("IndexError: list index out of range"), "own_exception", 5),
+        ("Missing key(s) in state_dict: 'a'\nloaded\n" + traceback("TypeError: forward() takes 2"), "own_exception", 6),
+        ("[rank0]: " + REPORTED + "[rank0]: KeyError: 3\n", "own_exception", 2),
+    ],
+)
+def test_a_cause_is_not_what_only_came_near_it(text: str, name: str, line: int) -> None:
+    found = diagnose(text)
+    assert (found.name, found.evidence[0].line) == (name, line), str(found)
+
+
+SIZES = "[rank{0}]:[E1 ProcessGroupNCCL.cpp:6] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, "
+SIZES += "OpType={2}, NumelIn={3}, NumelOut={3}, Timeout(ms)=600000) ran for 600007 milliseconds before timing out.\n"
+IN_USE_98 = (
+    "[W socket.cpp:426] [c10d] The server socket has failed to bind to {} (errno: 98 - Address already in use).\n"
+)
+SCALE = "[1,{0}]<stdout>:NaN or Inf found in input tensor.\n[1,{0}]<stdout>:Reducing loss scale to {1}\n"
+SCALES = [SCALE.format(rank, 2.0**-i) for i in range(8) for rank in range(2)]
+UNLIKE = "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 7, while rank 3 has inconsistent {} params.\n"
+LOADS = "RuntimeError: Error(s) in loading state_dict for A:\n\t"
+COPY = 'While copying the parameter named "fc.weight", whose dimensions are torch.Size([4]), an exception occurred : ("{}",).'
+SEMLOCK = "/usr/lib/python3.10/multiprocessing/synchronize.py __init__"
+MEGATRON = "/opt/env/lib/python3.10/site-packages/megatron/training/arguments.py validate_args"
+RAY = "Worker unexpectedly exits with a connection error code 2. Potential root causes: (1) killed by SIGKILL by OOM killer."
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "rank", "shown"),
+    [
+        # A message that goes on in the next line, or is glued to another.
+        (
+            "RuntimeError: [../gloo/unbound_buffer.cc:78]\nTimed out waiting 75000ms for recv operation\n",
+            "collective_timeout",
+            None,
+            "75000ms",
+        ),
+        (
+            "[rank1]: RuntimeError: [/gloo/transport/tcp/pair.cc:5]\n[rank1]: Connection closed by peer\n",
+            "peer_lost",
+            None,
+            "closed by peer",
+        ),
+        (traceback("RuntimeError:\nCUDA out of memory. Tried to allocate 2 GiB"), "out_of_memory_cuda", None, "2 GiB"),
+        (TRAINING + "KeyboardInterruptKeyboardInterrupt\n", "ended_from_outside", None, ""),
+        (STOPPED.rstrip() + STOPPED, "ended_from_outside", None, ""),
+        ("KeyError: 'a key'KeyError: 'a key'\n", "own_exception", None, "a key"),
+        (
+            traceback("torch.Failed: backend='inductor' raised:\nNotImplementedError: turn off optimize_ddp"),
+            "own_exception",
+            None,
+            "turn off",
+        ),
+        # What a broad word hides.
+        (traceback(LOADS + COPY.format("CUDA error: device-side assert triggered")), "device_side_assert", None, ""),
+        (traceback(LOADS + COPY.format("CUDA out of memory. Tried")), "out_of_memory_cuda", None, ""),
+        (traceback(LOADS + 'Missing key(s) in state_dict: "a"'), "checkpoint_keys", None, ""),
+        (UNLIKE.format(0), "peer_lost", 3, ""),
+        (UNLIKE.format(9), "shapes_differ_between_ranks", None, ""),
+        (f"(raylet) A worker died or was killed. {RAY}\n", "summary_only", None, "error code 2"),
+        (
+            traceback("OSError: [Errno 28] No space left on device", SEMLOCK).replace(
+                "call()\nOSE", "_multiprocessing.SemLock(\nOSE"
+            ),
+            "loader_shared_memory",
+            None,
+            "",
+        ),
+        (traceback("OSError: [Errno 28] No space left on device: '/data/a'", SEMLOCK), "disk_full", None, ""),
+        (traceback("AssertionError: batch size is not divisible", MEGATRON), "config_error", None, ""),
+        (traceback("AssertionError: batch size is not divisible"), "own_exception", None, ""),
+        # What was unknown.
+        (IN_USE_98.format("[::]:29500") + IN_USE_98.format("0.0.0.0:29500"), "address_in_use", None, "29500"),
+        ("".join(SCALES), "nan_loss", "every rank", ""),
+        ("".join(SCALES) + TRAINING, HEALTHY, None, ""),
+        (
+            "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: unknown error\n",
+            "cuda_kernel_error",
+            None,
+            "",
+        ),
+        (
+            "n1:3:3 [4] net_ib.cc:12 NCCL WARN NET/IB : Got completion from peer 10.0.0.3<5> with error 12, opcode 0\n",
+            "peer_lost",
+            None,
+            "10.0.0.3",
+        ),
+        ("[rank1]: Parameter indices which did not receive grad for rank 1: 4 5 6\n", "unused_parameters", 1, "4 5 6"),
+        (
+            TRAINING + "Error during training: CUDA out of memory. Tried to allocate 2 GiB\nTraining complete!\n",
+            "out_of_memory_cuda",
+            None,
+            "",
+        ),
+        (TRAINING + OWN + "\nwriting the log\nJob completed.\n", "own_exception", None, ""),
+        (TRAINING + OWN + "\n" + TRAINING + "Job completed.\n", HEALTHY, None, ""),
+        (TRAINING + "trainer-1 exited with code 1\n", "summary_only", None, "code 1"),
+        (TRAINING + "The replica worker 0 exited with a non-zero status of 1.\n", "summary_only", None, "status of 1"),
+        ('level=info msg="pod trainer-0 terminated" exitCode=1\n', "summary_only", None, "exitCode=1"),
+        # What the line says.
+        (
+            "RuntimeError: [Rank 0]: Ranks 4, 5, 7 failed to pass monitoredBarrier in 2000 ms\n",
+            "skipped_collective",
+            (4, 5, 7),
+            "2000 ms",
+        ),
+        (
+            "".join(
+                f"[E ProcessGroupGloo.cpp:9] [Rank 0]: Rank {r} failed to pass monitoredBarrier in 9 ms\n"
+                for r in (1, 3)
+            ),
+            "skipped_collective",
+            (1, 3),
+            "",
+        ),
+        (
+            SIZES.format(1, 610, "COALESCED", 56320) + SIZES.format(7, 610, "COALESCED", 107520),
+            "collective_mismatch",
+            None,
+            "NumelIn=56320",
+        ),
+        (
+            SIZES.format(0, 9, "BROADCAST", 4) + SIZES.format(1, 9, "ALLREDUCE", 4),
+            "collective_mismatch",
+            None,
+            "OpType=BROADCAST",
+        ),
+        (
+            SIZES.format(1, 610, "ALLREDUCE", 56320) + SIZES.format(7, 610, "ALLREDUCE", 56320),
+            "collective_timeout",
+            None,
+            "600000",
+        ),
+        (SIZES.format(1, 610, "SEND", 5) + SIZES.format(7, 610, "SEND", 6), "collective_timeout", None, ""),
+        ("srun: error: Node failure on node3\n", "node_lost", None, "node3"),
+        (
+            "Cuda failure 217 'peer access is not supported between these two devices'\n"
+            + "ncclUnhandledCudaError: Call failed\n",
+            "nccl_cuda_error",
+            None,
+            "217",
+        ),
+        # What is shown of a long line.
+        (
+            "Epoch 0:   0%|" + " " * 300 + "| 0/500 [00:00<?, ?it/s]" + SIZES.format(1, 6, "ALLREDUCE", 512),
+            "collective_timeout",
+            None,
+            "Timeout(ms)=600000",
+        ),
+        (
+            "x" * 300 + " " + "y " * 90 + "CUDA out of memory. Tried to allocate 2 GiB (Error)\n",
+            "out_of_memory_cuda",
+            None,
+            "2 GiB",
+        ),
+    ],
+    ids=lambda each: each[-30:] if isinstance(each, str) else "",
+)
+def test_what_a_line_says_is_used(text: str, name: str, rank: Culprit, shown: str) -> None:
+    found = diagnose(text)
+    assert (found.name, found.rank) == (name, rank), str(found)
+    assert shown in str(found) and len(found.sentence) <= 200
+
+
+def test_the_host_that_is_lost_is_not_the_one_that_reports_it() -> None:
+    said = "W0506 The node '{}' has failed to send a keep-alive heartbeat to the rendezvous '1' due to an error of type {}.\n"
+    found = diagnose(said.format("node07_9_0", "RendezvousConnectionError"))
+    assert found.name == "node_lost" and found.sentence.startswith("node07_9_0 only reports it")
+    assert diagnose("srun: error: Node failure on node3\n").sentence == "node3 was lost."
+
+
+# Several launches in one file.
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "earlier"),
+    [
+        (OMP.format(1) + IN_USE + OMP.format(5) + LATE, "collective_timeout", "address_in_use"),
+        (
+            f"$ torchrun a.py\n{IN_USE}$ CUDA_LAUNCH_BLOCKING=1 torchrun a.py\n{LATE}",
+            "collective_timeout",
+            "address_in_use",
+        ),
+        (
+            f"you@node1:~/a$ python a.py\n{STOPPED}you@node1:~/a$ python a.py\n{KEYS}",
+            "checkpoint_keys",
+            "ended_from_outside",
+        ),
+        (f"seed 1\nreading a\n{STOPPED}seed 2\nreading a\n{KEYS}", "checkpoint_keys", "ended_from_outside"),
+        (f"seed 1\nreading a\n{KEYS}seed 1\nreading a\nepoch 1 step 1 loss 2\n", HEALTHY, "checkpoint_keys"),
+        # The other host of the same launch, and a rank that is slower.
+        (OMP.format(5) + "12:06:00 " + IN_USE + OMP.format(4) + LATE, "address_in_use", ""),
+    ],
+)
+def test_of_several_launches_the_last_is_judged_and_the_others_are_mentioned(
+    text: str, name: str, earlier: str
+) -> None:
+    found = diagnose(text)
+    assert found.name == name, str(found)
+    assert found.sentence.partition("An earlier launch failed as well: ")[2].partition(",")[0] == earlier
+
+
 # Harmless lines.
 
 
@@ -437,6 +747,24 @@ def test_the_exit_code_and_the_json_say_what_was_found(tmp_path: Path) -> None:
     assert "own_exception" in html and "<script" not in diagnose("<script>\nValueError: <script>\n")._repr_html_()
 
 
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("", 0),
+        ("loading the next shard\nall 40 steps done\n", 0),
+        ("loading the next shard\njob 17 exited with exit code 0\n", 0),
+        ("[rank0]: the flux capacitor failed to charge\n", 3),
+        ("segment lost: fatal\n", 3),
+        ("".join(f"shard {i} is open\n" for i in range(80)), 3),
+    ],
+)
+def test_only_a_good_end_is_healthy(end: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(TRAINING + end)
+    ran = ddpkit_diagnose(str(tmp_path / "train.log"))
+    assert ran.returncode == code, ran.stdout
+    assert (b"No known failure found" in ran.stdout) == (b"exit code, its last lines" in ran.stdout) == (code == 3)
+
+
 def test_a_log_is_read_in_pieces_that_end_with_a_line(tmp_path: Path) -> None:
     log = tmp_path / "long.log"
     log.write_text(TRAINING * 3000 + OWN + "\n")
@@ -495,5 +823,22 @@ def test_the_readme_shows_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_shown_fits_a_terminal() -> None:
     text = str(diagnose(interleaved(teed)))
-    assert text.splitlines()[0] == "own_exception (certain): Your own code raised an exception"
+    assert text.splitlines()[0] == "own_exception (certain): An exception ended a rank"
     assert os.linesep not in text.splitlines()[-1] and text.splitlines()[-1].endswith("ddpkit explain own_exception")
+
+
+@pytest.mark.parametrize(("part", "right"), [("first", 34), ("second", 27)])
+def test_as_many_public_excerpts_are_right_as_docs_say(part: str, right: int) -> None:
+    """Excerpts from public threads; what they tell was noted before ddpkit read them. The second forty changed no signature."""
+    folder = Path(__file__).parent / "public" / part
+    found = 0
+    for row in tomllib.loads((folder / "truth.toml").read_text())["log"]:
+        said = diagnose(folder / row["file"])
+        if row["state"] == "healthy":
+            assert said.name in (HEALTHY, UNKNOWN), f"{row['file']}: an alarm, {said.name}"
+            found += said.name == HEALTHY
+            continue
+        assert said.name != HEALTHY, row["file"]
+        ranks = [said.rank] if isinstance(said.rank, int) else sorted(said.rank or ())
+        found += said.name in (row["page"] or [UNKNOWN]) and ranks in ([], sorted(row["ranks"]))
+    assert found >= right

@@ -38,7 +38,8 @@ class Signature:
     in which the rank sleeps with the GIL), or "" for the first two. `ddpkit diagnose` reads plain logs: it looks for all
     texts but "failure" and "native", and also for "log", what a scheduler or the kernel wrote. A group named `rank` is the
     rank at fault. `consequence`: this text is never the cause. `general`: it says where something failed, not why, and any
-    other text wins over it. `beside`: healthy logs may hold it too; it counts only beside a failure.
+    other text wins over it. `beside`: healthy logs may hold it too; it counts only beside a failure. `shared`: logs of other
+    failures, or of none, hold it too, so that it is never certain.
     """
 
     text: str = ""
@@ -49,6 +50,7 @@ class Signature:
     consequence: bool = False
     general: bool = False
     beside: bool = False
+    shared: bool = False
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from ddpkit.diagnosis.pages import Page, Signature, page, pages
 
+from .found import Hit, Scan
 from .lines import Line
-from .scan import Hit, Scan
+from .progress import DEALT_WITH, alarms, counts
 from .tracebacks import Raised
 
 # How near a line is to the failure itself; the smallest wins, then the earliest. A kernel or a scheduler says why; an exception
@@ -37,15 +38,12 @@ _WRAPPERS = set(
 _OF_LAUNCHERS = {"ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException"}
 _BY_ANOTHER = set("BrokenPipeError ConnectionResetError ConnectionAbortedError EOFError CancelledError Empty".split())
 
+# What ranks send to one another may differ in size.
+_WORK = re.compile(
+    r"(?:PG (?:ID )?(?P<group>\w+).*)?WorkNCCL\(SeqNum=(?P<number>\d+), "
+    r"(?P<what>OpType=(?!SEND|RECV|\w*ALLTOALL)\w+, NumelIn=\d+, NumelOut=\d+)"
+)
 _ENDED_BY_IT = re.compile(r"signal: Terminated|SIGTERM")
-_WARNS = re.compile(r"^\[W\d* ?|\bWARN(?:ING)?\b(?<!NCCL WARN)|\bUserWarning\b|^W\d{4} |^W /|: W /")
-_DEALT_WITH = re.compile(
-    r"(?i)\b(going on|continu(e|ing)|try(ing)? again|retry(ing)?|skipp(ed|ing)|ignor(ed|ing)|falling back)\b"
-)
-_ALARM = re.compile(
-    r"(?i)\b(error|fatal|failed|failure|terminate|assertion|abort\w*|cannot|could ?n[o']t|NCCL WARN|timed out)\b"
-    r"|\[E\d* |what\(\):|watchdog"
-)
 
 
 @dataclass(frozen=True)
@@ -59,19 +57,21 @@ class Cause:
     rank: int | None
     raised: Raised | None = None
     signature: Signature = field(default_factory=Signature)
+    named: tuple[int, ...] = ()
 
     @property
     def weight(self) -> tuple[int, int, int]:
         """Nearness, then time, then how specific: the smallest is the likeliest."""
-        return self.nearness, self.order, 2 if not self.signature.text else int(self.signature.general)
+        how = self.signature
+        return self.nearness, self.order, 2 * how.general + (not how.spans_lines) if how.text else 3
 
 
-def causes(found: Scan) -> list[Cause]:
-    """Every line that may be the cause, the likeliest first."""
+def causes(found: Scan, warnings: bool = False) -> list[Cause]:
+    """Every line that may be the cause, the likeliest first; also those that only warn of it, if `warnings`."""
     over = _first(found, lambda hit: hit.page.name in ENDS_ALL and not hit.signature.consequence)
-    matched = list(_matched(found, over))
+    matched = list(_matched(found, over, warnings))
     named = {(c.line.file, c.line.number) for c in matched}
-    raised = [c for c in _raised(found) if (c.line.file, c.line.number) not in named]
+    raised = [c for c in _raised(found) if (c.line.file, c.line.number) not in named and c.order not in found.explained]
     return sorted([*matched, *raised, *_ended(found, over is not None)], key=lambda c: c.weight)
 
 
@@ -79,24 +79,31 @@ def _first(found: Scan, like: Callable[[Hit], bool]) -> int | None:
     return min((hit.order for hit in found.hits if like(hit)), default=None)
 
 
-def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
+def _matched(found: Scan, over: int | None, warnings: bool) -> Iterator[Cause]:
     """The lines that a signature of the catalog matches."""
     elastic = _under_torchrun(found)
-    failed = bool(found.raised) or any(end.exitcode for _, end in found.ends)
+    failed = warnings or bool(found.raised) or any(end.exitcode for _, end in found.ends)
     known = {hit.order for hit in found.hits}
-    own = min((at for at, raised in found.raised if at not in known and _is_own(found, at, raised)), default=None)
+    apart = _apart(found)
+    own_by: dict[int | None, int] = {}
+    for at, raised in found.raised:
+        if at not in known and _is_own(found, at, raised):
+            own_by.setdefault(raised.line.rank, at)
+    own = min(own_by.values(), default=None)
     lost = _first(found, lambda hit: hit.signature.consequence or hit.page.name == "node_lost")
     for hit in found.hits:
-        nearness = _nearness(hit)
+        nearness, order = _nearness(hit), hit.order
         if hit.page.name == "nan_loss" and hit.signature.where == "log":
             if not _at_the_end(found, hit):
                 continue
         elif not hit.signature.beside and found.went_on(hit.order, hit.line):
             continue
-        if not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not _alarms(hit.line.text):
+        harmless = not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not alarms(hit.line.text)
+        if harmless or (nearness == PRINTED_WHY and DEALT_WITH.search(hit.line.text)):
             continue
-        if nearness == PRINTED_WHY and _DEALT_WITH.search(hit.line.text):
-            continue
+        if nearness == PRINTED_WHY and hit.signature.where != "stderr" and hit.rank in own_by:
+            # A program prints errors that it has dealt with; the exception that ended it says more.
+            nearness, order = RAISED, max(order, own_by[hit.rank] + 1)
         if over is not None and (hit.order > over or _ENDED_BY_IT.search(hit.line.text)):
             nearness = max(nearness, LOST_ANOTHER)
         if lost is not None and lost < hit.order and hit.page.name in OF_ANOTHER and not hit.signature.names_rank:
@@ -105,7 +112,18 @@ def _matched(found: Scan, over: int | None) -> Iterator[Cause]:
             nearness = max(nearness, LOST_ANOTHER)
         # Under torchrun a task of the scheduler is an agent, not a rank.
         rank = None if elastic and hit.signature.where == "log" and hit.line.rank is None else hit.rank
-        yield Cause(nearness, hit.order, hit.page, hit.line, rank, signature=hit.signature)
+        told = page("collective_mismatch") if hit.order in apart else hit.page
+        yield Cause(nearness, order, told, hit.line, rank, signature=hit.signature, named=hit.named)
+
+
+def _apart(found: Scan) -> set[int]:
+    """The timeouts of one collective that had other sizes, or was another one, on other ranks."""
+    works: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for hit in found.hits:
+        if hit.page.name == "collective_timeout" and (work := _WORK.search(hit.line.text)):
+            of_group = works.setdefault((work["group"] or "", work["number"]), {})
+            of_group.setdefault(work["what"], []).append(hit.order)
+    return {order for work in works.values() if len(work) > 1 for orders in work.values() for order in orders}
 
 
 def _is_own(found: Scan, order: int, raised: Raised) -> bool:
@@ -139,8 +157,9 @@ def _raised(found: Scan) -> Iterator[Cause]:
         elif raised.type in _WRAPPERS:
             yield Cause(SUMMARY, order, None, line, rank)
         else:
-            nearness = DIED if raised.type in _BY_ANOTHER else RAISED
-            yield Cause(nearness, order, page("own_exception"), line, rank, raised)
+            # What a loader meets while it asks its workers, it raises again as what became of them.
+            met = raised.type in _BY_ANOTHER or any(frame.function == "_try_get_data" for frame in raised.frames)
+            yield Cause(DIED if met else RAISED, order, page("own_exception"), line, rank, raised)
 
 
 def _ended(found: Scan, over: bool) -> Iterator[Cause]:
@@ -162,7 +181,7 @@ def _ended(found: Scan, over: bool) -> Iterator[Cause]:
         elif first and end.rank is not None and end.rank not in spoke and (spoke - {None} or end.exitcode > 2):
             yield Cause(DIED, order, page("exit_code"), end.line, end.rank)
         elif end.exitcode:
-            yield Cause(SUMMARY, order, page("summary_only") if end.by_torchrun else None, end.line, rank)
+            yield Cause(SUMMARY, order, page("summary_only"), end.line, rank)
 
 
 def _under_torchrun(found: Scan) -> bool:
@@ -182,10 +201,10 @@ def left_early(found: Scan, possible: list[Cause]) -> Cause | None:
 
 
 def _at_the_end(found: Scan, hit: Hit) -> bool:
-    """Whether the last lines of the log still match."""
-    return any(hit.signature.pattern.search(line.text) for line in found.tail.get(hit.line.file, ()))
-
-
-def _alarms(text: str) -> bool:
-    """Whether a printed line speaks of an error rather than warns."""
-    return not _WARNS.search(text) and not _DEALT_WITH.search(text) and bool(_ALARM.search(text))
+    """Whether the last lines of the log still match, and no steps follow."""
+    steps = 0
+    for line in reversed(found.tail.get(hit.line.file, ())):
+        if hit.signature.pattern.search(line.text):
+            return steps < 3
+        steps += counts(line.text)
+    return False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddpkit.diagnosis.evidence import Evidence
-from ddpkit.diagnosis.pages import page
+from ddpkit.diagnosis.pages import Signature, page
 from ddpkit.diagnosis.run import HEALTHY, UNKNOWN, Confidence, Diagnosis
 from ddpkit.errors import LogError
 from ddpkit.run import Run
@@ -15,27 +15,20 @@ from ddpkit.runfolder import wire
 from ddpkit.runfolder.stable import shortened
 from ddpkit.verdict.finding import Culprit
 
-from .causes import (
-    BESIDE,
-    COMPARES,
-    DIED,
-    ENDS_ALL,
-    LOST_ANOTHER,
-    OF_ANOTHER,
-    PRINTED_WHY,
-    SENT_BY_LAUNCHER,
-    SUMMARY,
-    TOLD_BY_THE_SYSTEM,
-    Cause,
-    causes,
-    left_early,
-)
+from . import causes as near
+from .causes import Cause, causes
+from .found import Scan
 from .lines import Line, Source, sources
-from .scan import Scan, scan
+from .progress import ends_well
+from .scan import scan
 
-MOST_EVIDENCE = 64
+MOST_EVIDENCE, MOST_OF_A_LINE, MOST_OF_A_SENTENCE = 64, 240, 200
 _EVERY_LOG = (
     "The other ranks' logs. `torchrun -r 3 -t 3 --log-dir logs` keeps one for each; then `ddpkit diagnose logs`."
+)
+_HOW_IT_ENDED = (
+    "The job's exit code, its last lines, and what the launcher, the scheduler and the kernel said of it; with "
+    f"`ddpkit run` instead, stacks and exit codes of every rank. {_EVERY_LOG}"
 )
 _WHOM_IT_WAITED_FOR = (
     "Every rank's own log; once more with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 (NCCL), and the flight recorder "
@@ -51,7 +44,7 @@ class Found(Evidence):
     def said(self) -> str:
         """`train.log:88, rank 1: ValueError: boom`."""
         who = "" if self.rank is None else f", rank {self.rank}"
-        return f"{self.file}:{self.line}{who}: {shortened(self.text)}"
+        return f"{self.file}:{self.line}{who}: {shortened(self.text, MOST_OF_A_LINE)}"
 
 
 def diagnose(*what: Run | str | Path) -> Diagnosis:
@@ -62,7 +55,7 @@ def diagnose(*what: Run | str | Path) -> Diagnosis:
             `-` for standard input; or the text of a log, of more than one line. Several logs count as one job's.
 
     Returns:
-        A diagnosis; its `name` is "healthy" where no line tells of a failure, "unknown" where lines tell of one, not of what.
+        A diagnosis; its `name` is "healthy" where a log tells of a good end, "unknown" where of neither that nor a known failure.
 
     Raises:
         LogError: there is nothing to read, or it cannot be read.
@@ -91,35 +84,55 @@ def _run_of(what: Run | str | Path) -> Run | None:
 
 
 def diagnosis_of(found: Scan) -> Diagnosis:
-    """The diagnosis of what was found in logs."""
+    """The diagnosis of what was found in logs; where several launches follow each other, of the last one."""
+    judged = _judged(found.of_launch(last=True))
+    if not found.launches or not (before := causes(found.of_launch(last=False))):
+        return judged
+    line, name = before[0].line, before[0].page.name if before[0].page else UNKNOWN
+    mention = f"An earlier launch failed as well: {name}, line {line.number}."
+    return replace(judged, sentence=f"{judged.sentence} {mention}".lstrip())
+
+
+def _judged(found: Scan) -> Diagnosis:
     possible = causes(found)
-    if not possible or possible[0].nearness == BESIDE:
+    if not possible and not any(ends_well(tail) for tail in found.tail.values()):
+        possible = causes(found, warnings=True)
+    if not possible or possible[0].nearness == near.BESIDE:
         return _nothing(found)
     best = possible[0]
-    if best.nearness == LOST_ANOTHER and (early := left_early(found, possible)):
+    if best.nearness == near.LOST_ANOTHER and (early := near.left_early(found, possible)):
         best = early
-    if best.nearness == SUMMARY:
+    if best.nearness == near.SUMMARY:
         best = next((c for c in possible if c.page is page("summary_only")), best)
     if best.page is None:
         title = "It failed, and this log does not say of what."
         return Diagnosis(UNKNOWN, title, "", None, _shown(possible), (), "unknown", _EVERY_LOG)
-    same = [c for c in possible if c.page is best.page and c.nearness <= max(DIED, best.nearness) and _alike(c, best)]
-    if best.nearness == BESIDE:
+    same = [
+        c for c in possible if c.page is best.page and c.nearness <= max(near.DIED, best.nearness) and _alike(c, best)
+    ]
+    if best.nearness == near.BESIDE:
         same = [best]
     rank = _culprit(best, same, found)
     at = {(c.line.file, c.line.number) for c in same}
-    unrelated = (None, page("early_exit"))
+    rivals = [c for c in possible if _competes(c, best)]
     followed = []
     for cause in possible:
-        told = (cause.line.file, cause.line.number) in at or cause.nearness == SUMMARY
-        if cause.page not in unrelated and not told:
+        told = (cause.line.file, cause.line.number) in at or cause.nearness == near.SUMMARY or cause in rivals
+        if not told and cause.page not in (None, page("early_exit")):
             followed.append(cause)
-    confidence: Confidence = "certain" if best.nearness < DIED and best.nearness != PRINTED_WHY else "likely"
-    collect = "" if best.nearness < LOST_ANOTHER else _EVERY_LOG
+    unsure = (
+        best.nearness >= near.DIED
+        or best.nearness == near.PRINTED_WHY
+        or best.signature.general
+        or best.signature.shared
+    )
+    unsure |= best.raised is not None and not best.raised.frames
+    confidence: Confidence = "likely" if unsure or rivals else "certain"
+    collect = "" if best.nearness < near.LOST_ANOTHER else _EVERY_LOG
     if best.page.name == "collective_timeout":
         collect = _WHOM_IT_WAITED_FOR
     name, title, sentence = best.page.name, best.page.title, _sentence(best, rank)
-    return Diagnosis(name, title, sentence, rank, _shown(same), _shown(followed), confidence, collect)
+    return Diagnosis(name, title, sentence, rank, _shown(same) + _shown(rivals), _shown(followed), confidence, collect)
 
 
 def _alike(cause: Cause, best: Cause) -> bool:
@@ -129,18 +142,30 @@ def _alike(cause: Cause, best: Cause) -> bool:
     return (cause.raised.type, cause.raised.message[:40]) == (best.raised.type, best.raised.message[:40])
 
 
+def _competes(cause: Cause, best: Cause) -> bool:
+    """Whether `cause` may be what failed as well as `best`: as near to the failure, of another kind, and no consequence of it."""
+    if cause.page is None or cause.nearness > near.RAISED or best.nearness > near.RAISED or best.page is None:
+        return False
+    if cause.page is not best.page:
+        foreign = cause.page.name in near.OF_ANOTHER | near.COMPARES | near.ENDS_ALL
+        earlier = cause.order < best.order and cause.rank != best.rank
+        return not foreign and not cause.signature.general and (cause.raised is None or earlier)
+    return None not in (cause.rank, best.rank) and cause.rank != best.rank and not _alike(cause, best)
+
+
 def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
     name = best.page.name if best.page else ""
-    if name in ENDS_ALL or name == "node_lost":
+    if name in near.ENDS_ALL or name == "node_lost":
         return None
-    if name in OF_ANOTHER:
-        return best.rank if best.signature.names_rank else None
+    if name in near.OF_ANOTHER:
+        named = sorted({rank for c in same for rank in c.named})
+        return tuple(named) if len(named) > 1 else named[0] if named else None
     ranks = tuple(sorted({c.rank for c in same if c.rank is not None}))
     world = found.ranks | {e.rank for _, e in found.ends if e.listed and e.rank is not None}
     # A rank is the odd one only where it alone, of three or more, says so.
-    if name in COMPARES and (len(ranks) != 1 or len(world) < 3):
+    if name in near.COMPARES and (len(ranks) != 1 or len(world) < 3):
         return None
-    if not ranks or best.nearness == SUMMARY:
+    if not ranks or best.nearness == near.SUMMARY:
         return _not_labelled(len({(c.line.file, c.line.number) for c in same}), best, found)
     if len(ranks) == 1:
         return ranks[0]
@@ -150,13 +175,13 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
 def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:
     """The rank of lines that name none: the ranks in torchrun's summary, if there are as many as lines; else the one that it
     calls the first to fail, or the only one that ended by itself."""
-    told = [e for _, e in found.ends if e.exitcode and e.rank is not None and e.signal not in SENT_BY_LAUNCHER]
+    told = [e for _, e in found.ends if e.exitcode and e.rank is not None and e.signal not in near.SENT_BY_LAUNCHER]
     listed = sorted({e.rank for _, e in found.ends if e.listed and e.rank is not None})
-    if times > 1 and listed and TOLD_BY_THE_SYSTEM < best.nearness < SUMMARY:
+    if times > 1 and listed and near.TOLD_BY_THE_SYSTEM < best.nearness < near.SUMMARY:
         if times < len(listed) or len(listed) == 1:
             return None
         return "every rank" if listed == list(range(len(listed))) else tuple(listed)
-    if best.nearness == TOLD_BY_THE_SYSTEM:
+    if best.nearness == near.TOLD_BY_THE_SYSTEM:
         # Under torchrun a task of the scheduler is an agent, not a rank, and a kernel knows no ranks.
         told = [e for e in told if e.by_torchrun]
     ranks = {e.rank for e in told if e.root} or {e.rank for e in told if not e.listed}
@@ -169,7 +194,7 @@ def _shown(several: Iterable[Cause]) -> tuple[Found, ...]:
     for cause in several:
         line = cause.line
         if len(first) < MOST_EVIDENCE:
-            first.setdefault((line.rank, "" if line.rank is not None else line.text), _line(line))
+            first.setdefault((line.rank, "" if line.rank is not None else line.text), _line(line, cause.signature))
     return tuple(first.values())
 
 
@@ -178,32 +203,45 @@ def _sentence(best: Cause, rank: Culprit) -> str:
     if isinstance(rank, tuple):
         who = f"Ranks {', '.join(map(str, rank[:-1]))} and {rank[-1]}"
     if best.raised is None:
-        return f"{who} {'are' if isinstance(rank, tuple) else 'is'} at fault." if who else ""
+        told = best.signature.pattern.search(best.line.text) if best.signature.text else None
+        if (hosts := told.groupdict() if told else {}).get("lost"):
+            return f"{hosts['lost']} was lost."
+        if hosts.get("reporter"):
+            return (
+                f"{hosts['reporter']} only reports it: the rendezvous is gone, with the host or the job that kept it."
+            )
+        how = "missing" if best.named else "at fault"
+        return f"{who} {'are' if isinstance(rank, tuple) else 'is'} {how}." if who else ""
     where = best.raised.where
     at = f" at {where.file}:{where.line}" if where else ""
     of = f": {where.source}" if where and where.source else ""
-    return f"{who or 'A process'} raised {best.raised.type}{at}{of}."
+    return shortened(f"{who or 'A process'} raised {best.raised.type}{at}{of}.", MOST_OF_A_SENTENCE)
 
 
 def _nothing(found: Scan) -> Diagnosis:
-    """Healthy, unless the log ends in the middle of something."""
-    for tail in found.tail.values():
-        last = tail[-1] if tail else None
-        if last and last.text.endswith("^C"):
+    """Healthy where a log tells of a good end; else what to collect."""
+    for last in [tail[-1] for tail in found.tail.values() if tail]:
+        if last.text.endswith("^C"):
             stopped = page("ended_from_outside")
             return Diagnosis(stopped.name, stopped.title, "", None, (_line(last),), (), "likely", "")
-    if not found.lines:
-        return Diagnosis(UNKNOWN, "There is nothing in this log.", "", None, (), (), "unknown", _EVERY_LOG)
-    if not found.cut:
+    if found.cut:
+        file, number = found.cut[-1]
+        cut = Found(None, file, number, "Traceback (most recent call last), and its exception is cut off")
+        title = "The log ends in the middle of a traceback."
+        return Diagnosis(UNKNOWN, title, "", None, (cut,), (), "unknown", f"The rest of this log. {_EVERY_LOG}")
+    if any(ends_well(tail) for tail in found.tail.values()):
         return _healthy(f"Nothing in {found.lines} lines tells of a failure.")
-    file, number = found.cut[-1]
-    cut = Found(None, file, number, "Traceback (most recent call last), and its exception is cut off")
-    title = "The log ends in the middle of a traceback."
-    return Diagnosis(UNKNOWN, title, "", None, (cut,), (), "unknown", f"The rest of this log. {_EVERY_LOG}")
+    said = f"nothing in {found.lines} lines tells how the job ended" if found.lines else "there is nothing in this log"
+    return Diagnosis(UNKNOWN, f"No known failure found: {said}.", "", None, (), (), "unknown", _HOW_IT_ENDED)
 
 
-def _line(line: Line) -> Found:
-    return Found(line.rank, line.file, line.number, line.text[:2000])
+def _line(line: Line, signature: Signature | None = None) -> Found:
+    """The line as evidence; of a long one what `signature` matches, with what is around it."""
+    found = signature.pattern.search(line.text) if signature and signature.text else None
+    text, at = line.text, found.start() if found else 0
+    if len(text) > MOST_OF_A_LINE and at > MOST_OF_A_LINE // 4:
+        text = "… " + text[at - MOST_OF_A_LINE // 8 :].partition(" ")[2]
+    return Found(line.rank, line.file, line.number, text[:2000])
 
 
 def _healthy(why: str) -> Diagnosis:

@@ -37,7 +37,7 @@ _SIGNALS = tuple(
         r"(?: *\(core dumped\)|\s*$|\s{2,}\S|\s+(?:python|torchrun|accelerate|deepspeed|bash|nohup|CUDA_))",
     )
 )
-_CODE = re.compile(rf"{_ENDS}[^\n]{{0,60}}?(?:code|status|exitCode)\W{{0,4}}(\d{{1,3}})\b")
+_CODE = re.compile(rf"{_ENDS}[^\n]{{0,60}}?(?:code|status|exitCode)(?: of)?\W{{0,4}}(\d{{1,3}})\b")
 _JOB_FAILED = re.compile(
     r"\b[Jj]ob (?:has )?failed\b(?!.* to )|BackoffLimitExceeded|Sending process \d+ closing signal SIG"
 )

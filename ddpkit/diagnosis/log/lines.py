@@ -20,6 +20,8 @@ CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
 LONGEST_LINE = 20_000
 MOST_IN_JSON = 300
+MOST_LEARNED = 64
+SHORTEST_TWICE, LONGEST_TWICE = 8, 400
 KINDS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json")
 
 _ESCAPES = re.compile(
@@ -32,25 +34,29 @@ _PREFIXES = tuple(
     re.compile(p)
     for p in (
         # Kubernetes, docker, CRI; loggers; journald; the kernel.
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t]+(?:std(?:out|err) [FP] )?",
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t](?:std(?:out|err) [FP] )?",
         r"[\[(]?\d{4}[-/]\d\d[-/]\d\d[ _]\d\d:\d\d:\d\d(?:[.,]\d+)?[\])]?:?[ \t]+(?!\d+ main\b)",
         r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]+ (?P<key>[\w./@-]+(?:\[\d+\])?): ",
         r"\[[ \d]{1,6}\d\.\d{6}\] ",
         # An error that torchrun logs; a warning keeps its letter.
         r"E\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+\.py:\d+\] ",
         # torchrun --tee, torch.distributed's own, mpirun, SageMaker.
-        r"\[(?:rank|default|trainer|worker)(?P<rank>\d+)\]: ?",
-        r"\[(?P<rank>\d{1,4})\](?:<std(?:out|err)>: ?| (?=\[\d{4}-))",
-        r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,algo-\d+)?\] ?<std(?:out|err)>: ?",
-        r"\[[Rr][Aa][Nn][Kk][ :=]*(?P<rank>\d+)\]:? ?",
-        # Ray, docker compose, kubectl --prefix, stern, DeepSpeed over pdsh.
+        r"\[(?:default|trainer|worker|(?i:rank)[ :=]*)(?P<rank>\d+)\]:? ?",
+        r"\[(?:\d+,)?(?:mpirank:)?(?P<rank>\d+)(?:,algo-\d+)?\] ?(?:<std(?:out|err)>: ?|(?=\[\d{4}-))",
+        # Ray, DeepSpeed over pdsh.
         r"\((?P<key>[A-Za-z_][\w.<>]* ?(?:\([^)]*\) )?pid=\d+(?:, ip=[\d.]+)?)(?:, (?:world_)?rank=(?P<rank>\d+))?\) ",
-        r"(?P<key>[\w.-]+[-_]\d+) +\| ",
-        r"\[(?P<key>pod/[\w./-]+|[a-z][\w.]*(?:-[\w.]+)*-(?:\d+|[a-z0-9]{5}))\] ",
-        r"(?P<key>(?:\d{1,3}\.){3}\d{1,3}|(?:worker|node|host|gpu|compute)[\w-]*\d): (?=\S|\s{2})",
     )
 )
-_LABELLED = re.compile(r"^ *(?P<rank>\d{1,4}): ?")
+# `srun -l` puts a number before every line; pdsh, docker compose, kubectl --prefix put the name of a host or container.
+_LABELLED = re.compile(
+    r"^ *\[?(?:(?P<rank>\d{1,4})\]?:(?: |$)|(?!(?:step|iter|epoch|batch))"
+    r"(?P<key>(?=[\w./-]*\d)[\w./-]*[A-Za-z][\w./-]*|(?:\d{1,3}\.){3}\d{1,3})(?:: |\] | +\| ))"
+)
+_FRAME = re.compile(r'(?P<before>[^"\']{1,100}?[\s:|>\])])  File "[^"]+", line \d+')
+_VARIES = re.compile(r"\d{4}[-/]\d\d[-/]\d\d|\d[\d.]*(?::\d[\d.,]*)+Z?|^\W*\d+[^\w\]]*$")
+_RANK_BEFORE = re.compile(r"(?i)\brank\W{0,2}(\d+)|^\[(\d{1,4})\]:? ?$")
+# Where the line of another process begins in the midst of a line.
+_GLUED = re.compile(r"(?<=[^\s:>|)])(?=\[rank\d+\]:)|(?<=[^\s:>|)+-])(?=Traceback \(most recent call last\):)")
 _OF_TORCH = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\] ")
 _SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|(?:^|Error: )(?:Rank|rank|RANK) (\d+)[:,] ")
 _RAY = re.compile(r"pid=(\d+)\) world_rank=(\d+)")
@@ -184,20 +190,41 @@ class Reader:
         text = head[:HEAD_BYTES].decode("utf-8", "replace")
         self._rank_of = {pid: int(rank) for pid, rank in _RAY.findall(text)}
         lines = [line for line in text.splitlines() if line.strip()]
-        # `srun -l` puts a number and a colon before every line. If few lines have that, it is something else.
-        self._labelled = sum(bool(_LABELLED.match(line)) for line in lines) > 0.3 * len(lines)
+        labels = [label for line in lines if (label := _LABELLED.match(line))]
+        # If few lines have one, it is something else.
+        self._labelled = len(labels) > 0.3 * len(lines)
+        # An editor's numbers of lines are no ranks.
+        numbers = [int(label["rank"] or -1) for label in labels]
+        counts = numbers == [*range(numbers[0], numbers[0] + len(numbers))] if numbers else False
+        self._numbered = counts and len(numbers) > (2 if numbers[0] else 8)
+        self._before: dict[str, None] = {}
+        self._learned: re.Pattern[str] | None = None
         self._json = bool(lines) and all(_of_json(line) for line in lines[:3])
         told = {rank for line in lines if (rank := self._stripped(line)[0]) is not None}
         # A file with lines of other ranks is not named after the rank that wrote it.
         if told - {self.rank}:
             self.rank = None
 
+    def learn(self, chunk: bytes) -> None:
+        """Learn what precedes the frames of tracebacks in `chunk`: the same precedes their writers' other lines."""
+        seen, at = set[bytes](), chunk.find(b'  File "')
+        while at >= 0 and len(seen) < MOST_LEARNED:
+            begin = max(chunk.rfind(b"\n", 0, at), chunk.rfind(b"\r", 0, at)) + 1
+            if (before := chunk[begin:at]).strip() and before not in seen:
+                seen.add(before)
+                text = self._line(0, chunk[begin : at + 300].decode("utf-8", "replace")).text
+                if (found := _FRAME.match(text)) and (head := found["before"].rstrip()):
+                    shape = re.sub(r"(?:\\ )+", r"\\s+", re.sub(r"\d+", r"\\d+", re.escape(head)))
+                    self._before[shape + re.escape(found["before"][len(head) :])] = None
+                    self._learned = re.compile("|".join(sorted(self._before, key=len, reverse=True)))
+            at = chunk.find(b'  File "', at + 1)
+
     def lines(self, number: int, raw: bytes) -> Iterator[Line]:
         """The line of that number without its prefixes; a line of JSON may hold several."""
         text = raw[:LONGEST_LINE].decode("utf-8", "replace").rstrip()
         told = _of_json(text) if self._json else None
         if told is None:
-            yield self._line(number, text)
+            yield from (self._line(number, part) for part in _GLUED.split(text))
             return
         rank, texts = told
         for each in "\n".join(texts).split("\n")[:MOST_IN_JSON]:
@@ -208,6 +235,9 @@ class Reader:
         if "\x1b" in text or "\x08" in text or "\u200b" in text or "\ufeff" in text:
             text = _ESCAPES.sub("", text)
         rank, key, text = self._stripped(text)
+        # Two processes that write at once.
+        period = (text + text).find(text, 1) if len(text) < LONGEST_TWICE else 0
+        text = text[:period] if SHORTEST_TWICE < period < len(text) else text
         if rank is None and self._rank_of and (pid := _PID.search(key)):
             rank = self._rank_of.get(pid[1])
         if of_torch := _OF_TORCH.search(text[:200]):
@@ -221,16 +251,23 @@ class Reader:
     def _stripped(self, text: str) -> tuple[int | None, str, str]:
         rank, key, at = None, "", 0
         if self._labelled and (label := _LABELLED.match(text)):
-            rank, key, at = int(label["rank"]), label["rank"], label.end()
+            at = label.end()
+            if not self._numbered:
+                key = label["rank"] or label["key"]
+                rank = int(label["rank"]) if label["rank"] else None
         for _ in range(4):
             for prefix in _PREFIXES:
                 if found := prefix.match(text, at):
                     at = found.end()
                     told = found.groupdict()
-                    if told.get("rank"):
-                        rank = int(told["rank"])
+                    rank = int(told["rank"]) if told.get("rank") else rank
                     key += told.get("key") or told.get("rank") or ""
                     break
             else:
                 break
+        if self._learned and (found := self._learned.match(text, at)):
+            at = found.end()
+            key += re.sub(r"\W+", " ", _VARIES.sub("", found[0]))
+            if said := _RANK_BEFORE.search(found[0]):
+                rank = int(said[1] or said[2])
         return rank, key, text[at:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,10 +18,12 @@ from ahocorasick_rs import BytesAhoCorasick
 from ddpkit.diagnosis.pages import Page, Signature, pages
 
 from . import deaths
-from .deaths import Deaths, End
+from .deaths import Deaths
+from .found import Hit, Scan
+from .launches import DIGITS, Launches
 from .lines import Line, Reader, Source, chunks
 from .literals import required
-from .progress import AFTERMATH, Progress
+from .progress import AFTERMATH
 from .tracebacks import RAISED, Raised, Tracebacks
 
 # In a log that tells of failures all along, only a few lines are read after each, from so many on.
@@ -43,48 +45,12 @@ _ALWAYS = (
     b"exception ignored",
     b"--- logging error",
 )
-# Digits, also hexadecimal ones.
-_DIGITS = b"0123456789abcdef"
 _SUMMARY_TRACEBACK = re.compile(r"^\s*traceback\s*: Traceback")
 _SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error")
 _OF_TORCHRUN = re.compile(r"torch[./]distributed|c10d|TCPStore|torchrun|elastic|rendezvous|run\.py|usage")
+# An exception whose message goes on in the next line.
+_UNFINISHED = re.compile(r"[\]:,(]\s*$|\w(?:Error|Exception)$")
 _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+)")
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A line that `signature` of `page` matches; `rank` wrote it, or is named in it. `order` counts the lines that were read."""
-
-    line: Line
-    order: int
-    page: Page
-    signature: Signature
-    rank: int | None
-    raised: bool = False
-
-
-@dataclass
-class Scan:
-    """What one or several logs say of a failure. Lines are numbered in the order in which they were read, over all logs.
-
-    `cut`: where a traceback began that the end of its file cut off; `tail`: the last lines of each file; `lines` counts all
-    lines, `last_end` is the last process that ended with an error.
-    """
-
-    hits: list[Hit] = field(default_factory=list)
-    raised: list[tuple[int, Raised]] = field(default_factory=list)
-    ends: list[tuple[int, End]] = field(default_factory=list)
-    progress: Progress = field(default_factory=Progress)
-    cut: list[tuple[str, int]] = field(default_factory=list)
-    tail: dict[str, tuple[Line, ...]] = field(default_factory=dict)
-    ranks: set[int] = field(default_factory=set)
-    lines: int = 0
-    seen: int = 0
-    last_end: int = -1
-
-    def went_on(self, order: int, line: Line) -> bool:
-        """Whether the job went on after that line, so that the line did not end it."""
-        return self.progress.went_on(order, line, self.last_end)
 
 
 @dataclass(frozen=True)
@@ -125,7 +91,6 @@ def scan(logs: list[Source]) -> Scan:
     for source in logs:
         _OneLog(source, found).read()
     found.ends = deaths.with_ranks(found.ends)
-    found.last_end = max((at for at, end in found.ends if end.exitcode), default=-1)
     return found
 
 
@@ -133,9 +98,10 @@ class _OneLog:
     def __init__(self, source: Source, into: Scan) -> None:
         self._source, self._into, self._words = source, into, _words()
         self._reader = Reader(source, b"")
-        self._tracebacks, self._deaths = Tracebacks(), Deaths()
+        self._tracebacks, self._deaths, self._launches = Tracebacks(), Deaths(), Launches(b"")
         self._alike: Counter[bytes] = Counter()
         self._summary_rank: int | None = None
+        self._said: tuple[int, Raised] | None = None
         self._spawned: int | None = None
         self._attends = self._attended = self._looked_at = 0
 
@@ -143,7 +109,8 @@ class _OneLog:
         number, last = 1, b""
         for chunk in chunks(self._source):
             if not last:
-                self._reader = Reader(self._source, chunk)
+                self._reader, self._launches = Reader(self._source, chunk), Launches(chunk)
+            self._reader.learn(chunk)
             self._read_chunk(chunk, number)
             number += chunk.count(b"\n")
             last = (last + chunk)[-TAIL_BYTES:]
@@ -182,7 +149,7 @@ class _OneLog:
 
     def _read_dense(self, chunk: bytes, low: bytes, number: int) -> None:
         """Go line by line where most lines hold a word, by their shapes, of which many are alike."""
-        shapes = low.translate(None, _DIGITS).split(b"\n")
+        shapes = low.translate(None, DIGITS).split(b"\n")
         for at, (shape, raw) in enumerate(zip(shapes, chunk.split(b"\n"), strict=True)):
             if self._attends or self._alike.get(shape, 0) < MOST_ALIKE:
                 self._alike[shape] += 1
@@ -193,7 +160,7 @@ class _OneLog:
 
     def _is_new(self, low: bytes) -> bool:
         """Whether few lines were read that differ from this one in digits alone."""
-        shape = low.translate(None, _DIGITS)
+        shape = low.translate(None, DIGITS)
         self._alike[shape] += 1
         if len(self._alike) > MOST_SHAPES:
             self._alike.clear()
@@ -207,12 +174,14 @@ class _OneLog:
         for line in self._reader.lines(number, raw):
             if line.rank is not None:
                 self._into.ranks.add(line.rank)
+            if self._launches.begins(line, low, self._into.ranks):
+                self._into.launches[line.file] = self._into.seen + 1, number
             told = self._take(line, words)
             self._looked_at = number
-            if told:
+            if told or self._tracebacks:
                 self._attends = AFTERMATH if self._attended < MOST_AFTERMATH else SHORT_AFTERMATH
             self._attended += 1
-            self._into.progress.note(self._order(), line, told)
+            self._into.progress.note(self._order(), line, told or self._tracebacks.inside(line))
 
     def _take(self, line: Line, words: set[int]) -> bool:
         """Keep what a line tells of a failure; whether it does."""
@@ -223,21 +192,49 @@ class _OneLog:
         if raised is None and words and not quoted:
             raised = self._without_traceback(line)
         told = raised is not None
+        if (said := self._said) and self._goes_on(said[1], line):
+            if raised is not None:
+                # A message that is the name and message of another exception: that one was raised.
+                raised = replace(raised, frames=said[1].frames, text=f"{said[1].text}\n{line.text}")
+                self._into.raised.remove(said)
+            else:
+                told |= self._read_on(said, line)
+        self._said = (order, raised) if raised else None
         text = line.text.lstrip()
         if raised is not None:
             _keep(self._into.raised, (order, raised))
+            self._launches.failed |= not raised.type.endswith("Warning")
             # Signatures name `DistNetworkError`, not `torch.distributed.DistNetworkError`.
             text = _MODULE.sub("", text)
         if words & self._words.deadly and not quoted and (end := self._deaths.feed(line)):
             _keep(self._into.ends, (order, end))
-            told = True
+            told = self._launches.failed = self._launches.ended = True
         if raised is not None and raised.text:
             for page, signature in self._words.signatures(self._words.inside(raised.text.lower().encode())):
                 if signature.spans_lines:
                     told |= self._match(page, signature, raised.text, line, order, raised)
         for page, signature in self._words.signatures(set() if quoted else words):
             told |= self._match(page, signature, text, line, order, raised)
-        return told or bool(self._tracebacks)
+        return told
+
+    def _goes_on(self, said: Raised, line: Line) -> bool:
+        """Whether the message of an exception goes on in `line`, the next of its writer."""
+        same = (said.line.rank, said.line.key, said.line.number + 1) == (line.rank, line.key, line.number)
+        return same and bool(_UNFINISHED.search(said.line.text) or line.text[:1].isspace())
+
+    def _read_on(self, said: tuple[int, Raised], line: Line) -> bool:
+        """Keep what the second line of a message tells of a failure, alone or with the first; whether it does."""
+        (order, raised), text = said, line.text.lstrip()
+        whole = f"{raised.line.text} {text}"
+        told = False
+        for page, signature in self._words.signatures(self._words.inside(whole.lower().encode())):
+            if signature.pattern.search(raised.line.text):
+                continue
+            alone = signature.pattern.search(text) and self._match(page, signature, text, line, order, raised)
+            told |= alone or self._match(page, signature, whole, raised.line._replace(text=whole), order, raised)
+        if told:
+            self._into.explained.add(order)
+        return told
 
     def _without_traceback(self, line: Line) -> Raised | None:
         """The exception of which the log has the last line alone."""
@@ -269,9 +266,9 @@ class _OneLog:
         found = signature.pattern.search(text)
         if found is None:
             return False
-        told = found.groupdict().get("rank")
-        rank = line.rank if told is None else int(told) if told.isdigit() else None
-        _keep(self._into.hits, Hit(line, order, page, signature, rank, raised is not None))
+        named = tuple(int(rank) for rank in re.findall(r"\d+", found.groupdict().get("rank") or ""))
+        rank = line.rank if not named else named[0] if len(named) == 1 else None
+        _keep(self._into.hits, Hit(line, order, page, signature, rank, raised is not None, named))
         return not signature.beside
 
     def _order(self) -> int:

@@ -29,6 +29,7 @@ RAISED = re.compile(
 )
 # Python prints these and goes on: when an object is deleted, and when a logger fails.
 _IGNORED = re.compile(r"^(?:Exception ignored (?:in|on|when)|--- Logging error ---)")
+_CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
 _BOX = re.compile(r"^[│┃|╭╰─━┌└❱ ]+")
 
 
@@ -68,6 +69,7 @@ class Tracebacks:
     def __init__(self) -> None:
         self._open: list[_Open] = []
         self._ignored: set[tuple[str, int | None, str]] = set()
+        self._was_ignored: dict[tuple[str, int | None, str], int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -80,7 +82,7 @@ class Tracebacks:
     def ignores(self, line: Line) -> bool:
         """Whether Python has just said that it ignores what the writer of `line` raises."""
         writer = _writer(line)
-        ignored = writer in self._ignored
+        ignored = writer in self._ignored or self._was_ignored.get(writer) == line.number
         self._ignored.discard(writer)
         return ignored
 
@@ -94,7 +96,7 @@ class Tracebacks:
         if HEADER.search(line.text):
             self._begin(line)
             return None
-        if _IGNORED.match(line.text):
+        if _IGNORED.match(line.text) or (_CHAINED.match(line.text) and _writer(line) in self._was_ignored):
             self._ignored.add(_writer(line))
             return None
         one = self._of(line)
@@ -127,8 +129,9 @@ class Tracebacks:
     def _end(self, one: _Open, line: Line, named: re.Match[str]) -> Raised | None:
         self._open.remove(one)
         if one.ignored:
-            self._ignored.add(one.writer)
+            self._was_ignored[one.writer] = line.number
             return None
+        self._was_ignored.pop(one.writer, None)
         message = (named["message"] or "").strip()
         return Raised(line, named["type"], message, tuple(one.frames), "\n".join(one.lines))
 
