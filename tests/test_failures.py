@@ -507,7 +507,15 @@ def test_what_loaders_shared_by_file_system_is_removed(script: Callable[..., str
     assert not [file for file in files if file.exists()]
 
 
-@pytest.mark.parametrize("leaves", ["import traceback, sys; traceback.print_exc(); sys.exit(1)", "os._exit(1)"])
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        "import traceback, sys; traceback.print_exc(); sys.exit(1)",
+        "os._exit(1)",
+        # The exception is over when the program leaves: only what was printed tells of it.
+        "import logging; logging.exception('aborted'); code = 1\nimport sys; sys.exit(code)",
+    ],
+)
 def test_a_program_that_catches_and_leaves_has_failed_by_what_it_caught(
     script: Callable[..., str], leaves: str
 ) -> None:

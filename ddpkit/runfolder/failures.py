@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from . import wire
-from .frames import Frame, Sources, read_frame, stack_frames
+from .frames import Frame, Sources, frames_of, read_frame, stack_frames
 from .stable import shortened, stable
 
 # The ways in which a program ends itself: the record's name, and how code spells it.
@@ -20,6 +20,12 @@ LEAVES = {
     "dump_traceback_later": "faulthandler.dump_traceback_later",
 }
 _MOST_NAMES = 6
+_PRINTED = re.compile(
+    r"^Traceback \(most recent call last\):\n(?P<stack>(?: .*\n)+)(?:\w+\.)*(?P<type>\w+)(?:: (?P<message>.*))?\n?",
+    re.MULTILINE,
+)
+# So many lines may follow the traceback that a program printed before it left.
+_LAST_LINES = 5
 # What torch says to a rank that lost a peer, and to one that gave up waiting.
 _PEER_LOST = re.compile(
     r"gloo/transport/.*(closed by peer|reset by peer|Broken pipe)"
@@ -143,7 +149,34 @@ def read_failure(own: Path, log: Path | None, ended: dict[str, Any], cells: Sour
     """
     # Without an exit record the keeper itself was killed; the rank's failure record still counts.
     written = wire.read_record(own / wire.FAILURE) if ended.get("exitcode", 1) != 0 else None
-    return _written_down(written, cells) if written else _crash(own, ended, cells) or _timed_out(log, ended, cells)
+    if written:
+        return _after_a_printed_one(_written_down(written, cells), log, cells)
+    return _crash(own, ended, cells) or _timed_out(log, ended, cells)
+
+
+def _after_a_printed_one(failure: Failure, log: Path | None, cells: Sources) -> Failure:
+    """The same failure; if the program printed a traceback and then left by itself, the exception of that traceback.
+
+    Example: `except Exception: logging.exception("aborted"); return 1`, and then `sys.exit(main())`.
+    """
+    if failure.type not in LEAVES or failure.chain or failure.message == "exit code 0" or log is None:
+        return failure
+    text = wire.read_text(log / "stderr.log")[-100_000:]
+    printed = next(reversed(list(_PRINTED.finditer(text))), None)
+    if printed is None or text.count("\n", printed.end()) > _LAST_LINES:
+        return failure
+    frames = tuple(frames_of(printed["stack"], cells))
+    own = [frame for frame in frames if frame.own]
+    place = f" ({failure.where.text})" if failure.where else ""
+    return replace(
+        failure,
+        type=printed["type"],
+        message=printed["message"] or "",
+        traceback=printed[0],
+        frames=frames,
+        where=own[-1] if own else failure.where,
+        left_by=f"{LEAVES[failure.type]}, {failure.message}{place}",
+    )
 
 
 def _written_down(record: dict[str, Any], cells: Sources) -> Failure:

@@ -17,7 +17,7 @@ from typing import Any
 from . import wire
 
 _FRAME = re.compile(
-    r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$(?:\n    (?P<source>\S.*)$)?', re.MULTILINE
+    r'^  File "(?P<file>.+)", line (?P<line>\d+),? in (?P<function>.+)$(?:\n    (?P<source>\S.*)$)?', re.MULTILINE
 )
 _NOT_OWN = re.compile(r"/lib/python|[/\\]ddpkit[/\\](rank|recorder|processes)[/\\]")
 _IN_A_CELL = re.compile(r"ipykernel_\d+[/\\]|<ipython-input")
@@ -152,12 +152,12 @@ def stack_frames(dump: str, cells: Sources) -> list[Frame]:
     for thread in reversed(threads):
         if thread.startswith(("Stack (", "Current thread", "Thread MainThread")):
             chosen = thread
-    frames = _frames(chosen, cells)
+    frames = frames_of(chosen, cells)
     if not chosen.startswith("Thread MainThread") or not _waits_for_a_thread(frames):
         return frames
     others = []
     for thread in threads:
-        beside = _frames(thread, cells)
+        beside = frames_of(thread, cells)
         if thread is chosen or not any(frame.own for frame in beside):
             continue
         if _match(beside, _TRAINS):
@@ -177,7 +177,8 @@ def _match(frames: Iterable[Frame], pattern: re.Pattern[str]) -> bool:
     return any(pattern.search(f"{frame.file} {frame.function}") for frame in frames)
 
 
-def _frames(thread: str, cells: Sources) -> list[Frame]:
+def frames_of(thread: str, cells: Sources) -> list[Frame]:
+    """The frames in one stack or traceback, in its order."""
     frames = []
     for found in _FRAME.finditer(thread):
         file, line, function = found["file"], int(found["line"]), found["function"]
