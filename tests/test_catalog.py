@@ -14,7 +14,7 @@ import ddpkit
 from ddpkit.course.lab import lab, labs
 from ddpkit.diagnosis.pages import KINDS, PLACES, NoSuchPage, Page, Signature, page, pages, read_pages
 
-SECTIONS = ["What it means", "Why it happens", "Cures", "NCCL and gloo", "Read on"]
+SECTIONS = ["What it means", "Cures", "Why it happens", "NCCL and gloo", "Read on"]
 # What a verdict says that needs no page: there is nothing to explain, or the text of the ranks is asked first.
 # Which signal it was has a page.
 WITHOUT_A_PAGE = {"passed", "tie", "agent_failed", "sent_a_signal", "unknown"}
