@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from itertools import groupby
 
 PAGE, LAB = "page.md", "lab.toml"
 FENCE = "+++"
@@ -81,11 +83,13 @@ class Signature:
 class Page:
     """One failure: `text` is its page in Markdown, `seen_with` the versions that produced it ("documentation": never run here).
 
-    `labs` are the programs that show it, `notebook` the notebook that teaches it; () and "" where there is none.
+    `family` groups it with its like in the list; `labs` are the programs that show it, `notebook` the notebook that teaches
+    it; () and "" where there is none.
     """
 
     name: str
     title: str
+    family: str
     seen_with: str
     signatures: tuple[Signature, ...]
     text: str
@@ -111,16 +115,25 @@ class Page:
 
 @dataclass(frozen=True, repr=False)
 class Contents:
-    """Name and title of every page, as `explain()` shows them."""
+    """Name and title of every page by family, as `explain()` shows them."""
 
     pages: tuple[Page, ...]
 
     def __repr__(self) -> str:
         width = max(len(p.name) for p in self.pages)
-        return "\n".join(f"{p.name:<{width}}  {p.title}" for p in self.pages)
+        lines: list[str] = []
+        for family, some in self._families():
+            lines += ["", family, *(f"  {p.name:<{width}}  {p.title}" for p in some)]
+        return "\n".join(lines[1:])
 
     def _repr_markdown_(self) -> str:
-        return "\n".join(["| failure | |", "|:--|:--|", *(f"| `{p.name}` | {p.title} |" for p in self.pages)])
+        lines = ["| failure | |", "|:--|:--|"]
+        for family, some in self._families():
+            lines += [f"| *{family}* | |", *(f"| `{p.name}` | {p.title} |" for p in some)]
+        return "\n".join(lines)
+
+    def _families(self) -> Iterator[tuple[str, Iterator[Page]]]:
+        return groupby(sorted(self.pages, key=lambda p: (p.family, p.name)), key=lambda p: p.family)
 
 
 def explain(name: str | None = None) -> Page | Contents:
@@ -133,15 +146,16 @@ def explain(name: str | None = None) -> Page | Contents:
 
 
 def page(name: str) -> Page:
-    """The page of failure `name`; `unused-parameters` works as well as `unused_parameters`.
+    """The page of failure `name`, or of the failure that the lab `name` shows; `unused-parameters` works as well.
 
     Raises:
         NoSuchPage: no failure has that name; the message suggests the nearest.
     """
     wanted = re.sub(r"[\s-]+", "_", name.strip().lower())
     known = {p.name: p for p in pages()}
-    if wanted in known:
-        return known[wanted]
+    for each in known.values():
+        if wanted == each.name or (wanted in each.labs and wanted not in known):
+            return each
     near = get_close_matches(wanted, known, n=3, cutoff=0.55) or [n for n in known if wanted and wanted in n][:3]
     meant = f"Did you mean {' or '.join(near)}? " if near else ""
     raise NoSuchPage(f"explain: the catalog has no failure {name!r}. {meant}`ddpkit explain` lists all {len(known)}.")
@@ -174,4 +188,13 @@ def _parse(name: str, source: str, labs: tuple[str, ...]) -> Page:
     _, head, text = source.split(f"{FENCE}\n", 2)
     told = tomllib.loads(head)
     signatures = tuple(Signature(**table) for table in told.get("signatures", ()))
-    return Page(name, told["title"], told["seen_with"], signatures, text.strip() + "\n", told.get("notebook", ""), labs)
+    return Page(
+        name=name,
+        title=told["title"],
+        family=told["family"],
+        seen_with=told["seen_with"],
+        signatures=signatures,
+        text=text.strip() + "\n",
+        notebook=told.get("notebook", ""),
+        labs=labs,
+    )

@@ -1,4 +1,4 @@
-"""Checks what ranks must have in common: as many steps, equal replicas, finite values, every gradient.
+"""Checks what ranks must have in common: the same number of steps, equal replicas, finite values, every gradient.
 
 Checks between ranks are collectives: every rank must call them, and every rank gets the same answer.
 """
