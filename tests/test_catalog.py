@@ -21,7 +21,7 @@ WITHOUT_A_PAGE = {"passed", "tie", "agent_failed", "sent_a_signal", "unknown"}
 
 
 def page_text(head: str) -> str:
-    return f"+++\n{head}\n+++\n\n## What it means\n\nSo.\n"
+    return f'+++\nfamily = "Hangs"\n{head}\n+++\n\n## What it means\n\nSo.\n'
 
 
 def ddpkit_explain(*words: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The program of exercise 03.2: train every expert, whoever has samples for it."""
+"""The program of exercise 03.2: train every expert, on whichever rank its samples are."""
 
 import os
 

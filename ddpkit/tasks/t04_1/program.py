@@ -1,4 +1,4 @@
-"""The program of exercise 04.1: find the micro-batch whose absence is felt."""
+"""The program of exercise 04.1: find the micro-batch that is missing."""
 
 import os
 from contextlib import nullcontext
