@@ -17,7 +17,7 @@ HABITS = {
     r"\ba training(?= (is|has|that|ends|of|which|with)\b|[.,;:])": "a job, a training run",
     r"(?<!half )(?<!twice )\bas many (micro-batches|batches|steps|calls|samples|ranks)\b(?! as)": "the same number of",
     r"(?<!there )\bis no (matter|question|news|wonder|remedy|help)\b": "is not",
-    r"\bfor who\b|\b[Ww]ho [\w ]{1,40}, that one\b": "for readers who",
+    r"\bfor who\b(?!,)|\b[Ww]ho [\w ]{1,40}, that one\b": "for readers who",
     r"(^|[.!?] )(In|On|At) the (first|second|third|other|last) (every|each|all|no)\b": "subject first",
     r"\b(not|never) told (here|there)\b": "not covered here",
     r"\bNo \w+ helps\b": "it will not help",
