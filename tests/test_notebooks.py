@@ -22,6 +22,19 @@ def shown(path: Path) -> str:
     return f"{path.parent.name}-{path.stem}"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=shown)
+def test_a_notebook_is_read_in_a_quarter_of_an_hour(path: Path) -> None:
+    """At 200 words and 25 lines of code a minute, and half a minute for each figure or view."""
+    words, lines, pictures = 0, 0, 0
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            words += len(cell.source.split())
+        else:
+            lines += sum(bool(line.strip()) for line in cell.source.splitlines())
+            pictures += any("image/png" in output.get("data", {}) for output in cell.outputs)
+    assert words / 200 + lines / 25 + pictures / 2 <= 15, f"{words} words, {lines} lines of code, {pictures} pictures"
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=shown)
 def test_a_notebook_is_small_and_stored(path: Path) -> None:
     assert path.stat().st_size <= MOST_BYTES, f"{path.stat().st_size} bytes"
