@@ -9,7 +9,7 @@ from ddpkit.rank import setup
 
 
 def call(answer, seed):
-    with setup("gloo") as here:
+    with setup("gloo"):
         torch.manual_seed(seed)
         ddp = DDP(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()).eval()
         told = {}
@@ -49,7 +49,11 @@ def judge(returned, seed):
     for count in ranks[0]["told"]:
         told = [r["told"][count] for r in ranks]
         if (seen := sum(t["seen"] for t in told)) != count:
-            return f"{seen} samples in the forwards of all ranks, of {count}", "each sample once", "who takes which samples"
+            return (
+                f"{seen} samples in the forwards of all ranks, of {count}",
+                "each sample once",
+                "who takes which samples",
+            )
         if not (off := max(t["off"] for t in told)) < 1e-6:
             look = "what is added up over the ranks, and what it is divided by"
             return f"{off:.2g} off the mean over {count} samples", "that mean, on every rank", look
