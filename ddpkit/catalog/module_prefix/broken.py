@@ -36,6 +36,7 @@ with setup() as here, tempfile.TemporaryDirectory() as own:
     # Today's job goes on from it.
     net = Net().to(here.device)
     weights = torch.load(path, map_location=here.device)
+    dist.barrier()
     net.load_state_dict(weights)
     ddp = DDP(net)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

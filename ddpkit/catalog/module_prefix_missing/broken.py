@@ -27,6 +27,7 @@ with setup() as here, tempfile.TemporaryDirectory() as own:
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).to(here.device)
     ddp = DDP(net)
     weights = torch.load(path, map_location=here.device)
+    dist.barrier()
     ddp.load_state_dict(weights)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     inputs, targets = torch.randn(4, 8, 16).to(here.device), torch.randn(4, 8, 1).to(here.device)

@@ -5,7 +5,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -16,13 +15,9 @@ with setup() as here, tempfile.TemporaryDirectory() as own:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float, default=0.1)
     args = parser.parse_args([])
-    folder = [own]
-    dist.broadcast_object_list(folder)
-    path = Path(folder[0], "last.pt")
+    path = Path(own, "last.pt")
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).to(here.device)
-    if here.rank == 0:
-        torch.save({"model": net.state_dict(), "args": args}, path)
-    dist.barrier()
+    torch.save({"model": net.state_dict(), "args": args}, path)
 
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).to(here.device)

@@ -28,6 +28,7 @@ with setup() as here, tempfile.TemporaryDirectory() as own:
     # Today's job is not.
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).to(here.device)
     weights = torch.load(path, map_location=here.device)
+    dist.barrier()
     net.load_state_dict(weights)
     ddp = DDP(net)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
