@@ -264,6 +264,7 @@ def test_a_run_of_the_readers_own_keeps_what_it_was_launched_with(home: Path, mo
     assert bench.title == "Fix bench: train · MY=1 --no-aux"
     said = "3 ranks · timeout 120.0 · args --no-aux · MY=1 · max_restarts 1 · stall 20.0 · in "
     assert sorted(bench.given.split(" · ")) == sorted(f"{said}{home}".split(" · "))
+    assert "warm False" in ddpkit.FixBench(run, warm=False).given
     assert bench.given in BenchView(bench)._head.value and "--max-restarts 1" in as_it_is.run.command
     assert as_it_is.run.nproc == 3 and as_it_is.outcome.ends == "fails"
     assert as_it_is.run.diagnosis and run.diagnosis and as_it_is.run.diagnosis.name == run.diagnosis.name

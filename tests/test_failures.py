@@ -513,7 +513,7 @@ def test_what_loaders_shared_by_file_system_is_removed(script: Callable[..., str
         "import traceback, sys; traceback.print_exc(); sys.exit(1)",
         "os._exit(1)",
         # The exception is over when the program leaves: only what was printed tells of it.
-        "import logging; logging.exception('aborted'); code = 1\nimport sys; sys.exit(code)",
+        "import logging; logging.exception('aborted'); return 1",
     ],
 )
 def test_a_program_that_catches_and_leaves_has_failed_by_what_it_caught(
@@ -525,11 +525,14 @@ def test_a_program_that_catches_and_leaves_has_failed_by_what_it_caught(
             + f"""
 def read(path):
     if rank == 1: raise KeyError(path)
-try:
-    read("label 40")
-    dist.all_reduce(torch.ones(1))
-except Exception:
-    {leaves}
+def main():
+    try:
+        read("label 40")
+        dist.all_reduce(torch.ones(1))
+    except Exception:
+        {leaves}
+import sys
+sys.exit(main())
 """
         )
     )

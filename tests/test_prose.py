@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,34 +27,25 @@ HABITS = {
 }
 
 
-def texts() -> Iterator[tuple[str, str]]:
+@cache
+def texts() -> tuple[tuple[str, str], ...]:
     """What people read, as (file, text)."""
+    found = []
     for path in sorted(ROOT.glob("[nse]*s/*.ipynb")):
         for cell in json.loads(path.read_text())["cells"]:
-            yield path.name, "".join(cell["source"])
-    for pattern in (
-        "README.md",
-        "docs/*.md",
-        "ddpkit/catalog/*/*.md",
-        "ddpkit/catalog/*/*.toml",
-        "ddpkit/catalog/*/*.py",
-        "ddpkit/tasks/*.toml",
-        "ddpkit/**/*.py",
-        "ddpkit/**/*.js",
-    ):
-        for path in sorted(ROOT.glob(pattern)):
-            if path.is_file():
-                yield str(path.relative_to(ROOT)), path.read_text()
+            found.append((path.name, "".join(cell["source"])))
+    for pattern in ("README.md", "docs/*.md", *(f"ddpkit/**/*.{kind}" for kind in ("md", "toml", "py", "js"))):
+        found += [(str(path.relative_to(ROOT)), path.read_text()) for path in sorted(ROOT.glob(pattern))]
+    return tuple(found)
 
 
 @pytest.mark.parametrize("habit", HABITS)
 def test_a_habit_is_not_back(habit: str) -> None:
-    seen, found = 0, []
+    found = []
     for name, text in texts():
-        seen += 1
         for match in re.finditer(habit, text, re.MULTILINE):
             found.append(f"{name}: {text[max(0, match.start() - 40) : match.end() + 30]!r}")
-    assert seen > 500
+    assert len(texts()) > 500
     assert not found, f"write {HABITS[habit]!r}: " + "\n".join(found)
 
 

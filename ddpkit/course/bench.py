@@ -241,17 +241,11 @@ def _in_words(options: Mapping[str, Any]) -> str:
     """`3 ranks · MY=1 · args --no-aux · timeout 60`: what was asked for, without what was left as it is by default."""
     said = [f"{options['nproc']} ranks"]
     for name, value in options.items():
-        if name not in ("nproc", "path_folder", "expect_replicas") and value not in (
-            None,
-            False,
-            0,
-            "",
-            [],
-            (),
-            name == "warm",
-        ):
-            words = " ".join(value) if isinstance(value, list | tuple) else str(value)
-            said.append({"env": words, "cwd": f"in {words}"}.get(name, f"{name} {words}"))
+        # The default of `warm` is True; all others are false.
+        if name in ("nproc", "path_folder", "expect_replicas") or bool(value) == (name == "warm"):
+            continue
+        words = " ".join(value) if isinstance(value, list | tuple) else str(value)
+        said.append({"env": words, "cwd": f"in {words}"}.get(name, f"{name} {words}"))
     return " · ".join(said)
 
 

@@ -32,8 +32,8 @@ class BenchView:
     def __init__(self, bench: Any) -> None:
         self._bench = bench
         self._running = False
-        self._fitting = [r for r in bench.remedies if bench.fits(r.name)]
-        self._chosen = {r.name: widgets.Checkbox(description=r.title, indent=False) for r in self._fitting}
+        fitting = [r for r in bench.remedies if bench.fits(r.name)]
+        self._chosen = {r.name: widgets.Checkbox(description=r.title, indent=False) for r in fitting}
         self._own = widgets.Checkbox(description="Your own edit", indent=False)
         self._text = widgets.Textarea(rows=24, layout=_wide(display="none"))
         options = [(words, words) for words in PREDICTIONS]
@@ -53,7 +53,7 @@ class BenchView:
     def _others(self) -> Any:
         """The remedies that do not fit this script: a line each, with what to do by hand."""
         others = [r for r in self._bench.remedies if r.name not in self._chosen]
-        lines = "".join(f"<div>{escape(r.title)}: <code>{escape(r.by_hand)}</code></div>" for r in others if r.edits)
+        lines = "".join(f"<div>{escape(r.title)}: <code>{escape(r.by_hand)}</code></div>" for r in others)
         head = f"{len(others)} more do not fit this script; by hand, with your own edit"
         return widgets.HTML(
             f'<details class="bench-muted"{"" if self._chosen else " open"}><summary>{head}</summary>{lines}</details>'

@@ -107,8 +107,8 @@ class Lab:
     def written_as(self, script: str) -> bool:
         """Whether `script` is this lab's program, perhaps with edits: edits of calls fit other programs as well."""
         plain = self.remedy(self.plain)
-        of_texts = plain if any(not isinstance(edit, CallEdit) for edit in plain.edits) else None
-        return all(fitting(script, r.edits) for r in ((of_texts,) if of_texts else self.remedies))
+        has_texts = any(not isinstance(edit, CallEdit) for edit in plain.edits)
+        return all(fitting(script, r.edits) for r in ([plain] if has_texts else self.remedies))
 
     @property
     def recorded(self) -> Path:

@@ -244,17 +244,14 @@ class Trials:
     @cached_property
     def reference(self) -> Run | None:
         """The plain training in one process, on the same global batch; None where it cannot be made of the reader's script."""
-        return self._passed(self.lab.reference, nproc=1, name=f"{self.lab.name}_one_process")
-
-    def _passed(self, edits: Sequence[Sequence[str]], **options: Any) -> Run | None:
         if not self.lab.plain or not self.lab.written_as(self.script):
             return None
         plain = self.lab.remedy(self.lab.plain)
         try:
-            script = patched(self.script, [*plain.edits, *edits])
+            script = patched(self.script, [*plain.edits, *self.lab.reference])
         except LaunchError:
             return None
-        run = self.run([plain], script=script, **options)
+        run = self.run([plain], script=script, nproc=1, name=f"{self.lab.name}_one_process")
         return run if run.ok else None
 
 

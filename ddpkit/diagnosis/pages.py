@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from itertools import groupby
+from itertools import chain, groupby
 
 PAGE, LAB = "page.md", "lab.toml"
 FENCE = "+++"
@@ -121,16 +121,13 @@ class Contents:
 
     def __repr__(self) -> str:
         width = max(len(p.name) for p in self.pages)
-        lines: list[str] = []
-        for family, some in self._families():
-            lines += ["", family, *(f"  {p.name:<{width}}  {p.title}" for p in some)]
-        return "\n".join(lines[1:])
+        return "\n\n".join(
+            "\n".join([f, *(f"  {p.name:<{width}}  {p.title}" for p in some)]) for f, some in self._families()
+        )
 
     def _repr_markdown_(self) -> str:
-        lines = ["| failure | |", "|:--|:--|"]
-        for family, some in self._families():
-            lines += [f"| *{family}* | |", *(f"| `{p.name}` | {p.title} |" for p in some)]
-        return "\n".join(lines)
+        rows = [[f"| *{f}* | |", *(f"| `{p.name}` | {p.title} |" for p in some)] for f, some in self._families()]
+        return "\n".join(["| failure | |", "|:--|:--|", *chain.from_iterable(rows)])
 
     def _families(self) -> Iterator[tuple[str, Iterator[Page]]]:
         return groupby(sorted(self.pages, key=lambda p: (p.family, p.name)), key=lambda p: p.family)
@@ -188,13 +185,5 @@ def _parse(name: str, source: str, labs: tuple[str, ...]) -> Page:
     _, head, text = source.split(f"{FENCE}\n", 2)
     told = tomllib.loads(head)
     signatures = tuple(Signature(**table) for table in told.get("signatures", ()))
-    return Page(
-        name=name,
-        title=told["title"],
-        family=told["family"],
-        seen_with=told["seen_with"],
-        signatures=signatures,
-        text=text.strip() + "\n",
-        notebook=told.get("notebook", ""),
-        labs=labs,
-    )
+    notebook, text = told.get("notebook", ""), text.strip() + "\n"
+    return Page(name, told["title"], told["family"], told["seen_with"], signatures, text, notebook, labs)

@@ -157,7 +157,8 @@ def read_failure(own: Path, log: Path | None, ended: dict[str, Any], cells: Sour
 def _after_a_printed_one(failure: Failure, log: Path | None, cells: Sources) -> Failure:
     """The same failure; if the program printed a traceback and then left by itself, the exception of that traceback.
 
-    Example: `except Exception: logging.exception("aborted"); return 1`, and then `sys.exit(main())`.
+    Example: `except Exception: logging.exception("aborted"); return 1`, and then `sys.exit(main())`. That traceback begins in
+    the function that caught it. One that begins at the module's top may be of another process.
     """
     if failure.type not in LEAVES or failure.chain or failure.message == "exit code 0" or log is None:
         return failure
@@ -167,6 +168,8 @@ def _after_a_printed_one(failure: Failure, log: Path | None, cells: Sources) -> 
         return failure
     frames = tuple(frames_of(printed["stack"], cells))
     own = [frame for frame in frames if frame.own]
+    if frames[:1] != tuple(own[:1]) or own[0].function == "<module>":
+        return failure
     place = f" ({failure.where.text})" if failure.where else ""
     return replace(
         failure,
@@ -174,7 +177,7 @@ def _after_a_printed_one(failure: Failure, log: Path | None, cells: Sources) -> 
         message=printed["message"] or "",
         traceback=printed[0],
         frames=frames,
-        where=own[-1] if own else failure.where,
+        where=own[-1],
         left_by=f"{LEAVES[failure.type]}, {failure.message}{place}",
     )
 

@@ -11,7 +11,7 @@ from .frames import Frame, Sources, read_frame
 
 @dataclass(frozen=True)
 class Look:
-    """What a look saw of a living rank; `why` ddpkit looked: "stall", "timeout" or "failure".
+    """What a look saw of a living rank; `why` ddpkit looked: "stall", "timeout", "failure" or "asked".
 
     `state`: the system's word (running, sleeping, stopped, ...). `busy`, `gpu_busy`: the share of a core and of its GPU
     (None without one) in use lately. `silent_s`: seconds since its last progress. `workers`: (pid, stack) of its

@@ -258,14 +258,15 @@ class Rank:
 def read_attempts(folder: Path) -> tuple[tuple[Rank, ...], ...]:
     """The ranks of each attempt of the job in `folder`, in order; a restart makes a new attempt."""
     found = sorted((folder / "ranks").glob("attempt_*"), key=_number)
-    return tuple(tuple(_read_rank(folder, p) for p in sorted(a.glob("rank_*"), key=_number)) for a in found)
+    cells = sources(folder)
+    return tuple(tuple(_read_rank(folder, p, cells) for p in sorted(a.glob("rank_*"), key=_number)) for a in found)
 
 
 def _number(path: Path) -> int:
     return int(path.name.rsplit("_", 1)[1])
 
 
-def _read_rank(folder: Path, own: Path) -> Rank:
+def _read_rank(folder: Path, own: Path, cells: Sources) -> Rank:
     started = wire.read_record(own / wire.STARTED) or {}
     ended = wire.read_record(own / wire.EXIT) or {}
     attempt, rank = _number(own.parent), _number(own)
@@ -280,7 +281,7 @@ def _read_rank(folder: Path, own: Path) -> Rank:
         log_folder=log,
         started_ns=started.get("at_ns"),
         finished_ns=finished.get("at_ns"),
-        left_at=read_frame(finished.get("left_at"), sources(folder)),
+        left_at=read_frame(finished.get("left_at"), cells),
         ended_ns=ended.get("at_ns"),
         pid=started.get("pid"),
         stack_signal=started.get("stack_signal"),
@@ -293,6 +294,6 @@ def _read_rank(folder: Path, own: Path) -> Rank:
         told_ns=ended.get("told_ns", 0),
         killed_for=ended.get("killed_for", ""),
         oom=ended.get("oom", ""),
-        failure=read_failure(own, log, ended, sources(folder)),
+        failure=read_failure(own, log, ended, cells),
         peak_rss_mib=ended.get("peak_rss_mib"),
     )

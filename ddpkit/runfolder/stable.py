@@ -52,8 +52,8 @@ def shortened(text: str, length: int = 160) -> str:
     return _cut(first, length)
 
 
-def _cut(first: str, length: int) -> str:
-    if len(first) <= length:
-        return first
-    cut = first[: length - 1]
+def _cut(text: str, length: int) -> str:
+    if len(text) <= length:
+        return text
+    cut = text[: length - 1]
     return (cut.rpartition(" ")[0] or cut).rstrip(" .,:;") + " …"

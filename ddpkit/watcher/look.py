@@ -64,7 +64,8 @@ def look(
     on_gpu = devices.device_busy(list(living))
     locked_by = file_locks.locked_by(spied)
     for pid, rank in living.items():
-        children = list(map(state_of, _children_waited_for(rank)))
+        waited_for = _children_waited_for(rank)
+        children = list(map(state_of, waited_for))
         sleeps_with_the_gil = pid in spied and _has_the_gil(spied[pid]) and states[pid] == psutil.STATUS_SLEEPING
         holder = living.get(locked_by.get(pid, 0))
         record = {
@@ -74,7 +75,7 @@ def look(
             "busy": round(busy.get(rank.rank, 0.0), 2),
             "gpu_busy": on_gpu.get(pid),
             "silent_s": round(silent_s.get(rank.rank, 0.0), 1),
-            "workers": list(_workers_of(rank).items()),
+            "workers": list(_workers_of(rank, waited_for).items()),
             "inside": _inside(pid) if sleeps_with_the_gil and may_halt else [],
             "dead_workers": children.count(psutil.STATUS_ZOMBIE),
             "stopped_workers": children.count(psutil.STATUS_STOPPED),
@@ -230,9 +231,9 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def _workers_of(rank: Rank) -> dict[int, str]:
+def _workers_of(rank: Rank, pids: Sequence[int]) -> dict[int, str]:
     """The stacks of the processes that this rank waits for, as of DataLoader workers, by pid."""
-    spied = spied_threads(_children_waited_for(rank)[:MOST_WORKERS])
+    spied = spied_threads(pids[:MOST_WORKERS])
     return {pid: with_sources(_as_faulthandler_writes(threads[0]), rank.sources) for pid, threads in spied.items()}
 
 

@@ -146,7 +146,7 @@ def _records(job: RunningJob, folder: Path, threads: Mapping[int, Sequence[Threa
     for number in sorted({*job.pids, *job.ended}):
         own, pid = wire.rank_folder(folder, 0, number), job.pids.get(number, 0)
         own.mkdir(parents=True)
-        frames = threads[pid][0]["frames"] if pid in threads else ()
+        frames = _main(threads, pid) or ()
         if any(frame["name"] == "init_process_group" for frame in frames):
             joining = {"at_ns": time.time_ns(), "master": job.master, "rank": number, "world_size": job.world_size}
             wire.write_record(own / wire.JOINING, joining)
