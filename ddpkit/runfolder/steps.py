@@ -72,13 +72,12 @@ def recorded(ranks: Sequence[Rank]) -> tuple[Recorded, ...]:
 
 
 def replicas_apart(ranks: Sequence[Rank]) -> float | None:
-    """How far the ranks' final parameters are apart; None if they do not all hold the same ones."""
-    written = recorded(ranks)
-    finals = [r.final for r in written if r.final is not None and not r.sharded]
-    alike = len({(r.names, r.lengths) for r in written}) == 1
-    if len(finals) < len(ranks) or not finals or not alike:
+    """How far the ranks' final parameters are apart, matched by name; None if they do not all hold the same ones."""
+    finals = [r.by_name(r.final) for r in recorded(ranks) if r.final is not None and not r.sharded]
+    alike = len({tuple(sorted((name, part.size) for name, part in final.items())) for final in finals}) == 1
+    if len(finals) < len(ranks) or not alike:
         return None
-    return _apart(finals)
+    return _apart([np.concatenate([final[name] for name in sorted(final)]) for final in finals])
 
 
 def apart_by_step(ranks: Sequence[Rank]) -> list[float]:
