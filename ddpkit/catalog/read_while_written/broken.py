@@ -1,7 +1,7 @@
 """Rank 1 reads the checkpoint as soon as there is a file of that name, and rank 0 still writes it."""
 
-import time
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -22,19 +22,21 @@ with setup() as here, tempfile.TemporaryDirectory() as own:
     folder = [own]
     dist.broadcast_object_list(folder)
     path = Path(folder[0], "last.pt")
-    net = nn.Sequential(nn.Linear(16, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1)).to(here.device)
+    net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1)).to(here.device)
+    samples = torch.randn(1_000_000, 4)
+    order = torch.randperm(len(samples)).tolist()  # of this epoch
     if here.rank == 0:
-        torch.save(net.state_dict(), path)
+        torch.save({"model": net.state_dict(), "order": order}, path)
     wait_for(path)
-    net.load_state_dict(torch.load(path, map_location=here.device))
+    held = torch.load(path, map_location=here.device)
+    net.load_state_dict(held["model"])
     ddp = DDP(net)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    inputs, targets = torch.randn(2, 8, 16).to(here.device), torch.randn(2, 8, 1).to(here.device)
-    for step in range(2):
-        x = inputs[step].chunk(here.world_size)[here.rank]
-        y = targets[step].chunk(here.world_size)[here.rank]
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(4):
+        batch = held["order"][8 * step : 8 * step + 8]
+        x = samples[batch[here.rank :: here.world_size]].to(here.device)
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(ddp(x), y)
+        loss = nn.functional.mse_loss(ddp(x), x.sum(1, keepdim=True))
         loss.backward()
         optimizer.step()
         print(f"step {step}: loss {loss.item():.2f}")
