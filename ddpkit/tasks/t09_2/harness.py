@@ -72,9 +72,17 @@ def judge(returned, seed):
     for rank in returned.values():
         for called, off in rank["told"].items():
             if isinstance(off, str):
-                return f"{off} for {called}", "its weights in the model", "the names in that file, and those of the model"
+                return (
+                    f"{off} for {called}",
+                    "its weights in the model",
+                    "the names in that file, and those of the model",
+                )
             if off:
-                return f"weights {off:.2g} off for {called}", "the weights of the file", "what is loaded, and what is skipped"
+                return (
+                    f"weights {off:.2g} off for {called}",
+                    "the weights of the file",
+                    "what is loaded, and what is skipped",
+                )
         for called, off in rank["bad"].items():
             if not isinstance(off, str):
                 look = "what refuses a name, a shape or an object that does not fit, and what covers it up"
