@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ddpkit.runfolder.account import as_they_stood
 from ddpkit.runfolder.frames import Frame
@@ -14,9 +12,6 @@ from ddpkit.runfolder.stable import stable
 from ddpkit.verdict.phrases import ranks_said
 from ddpkit.verdict.places import STILL_FROM_S, Place, unmoved_s
 from ddpkit.verdict.waits import scene
-
-from .pages import page
-from .run import UNKNOWN, Diagnosis
 
 MOST_FRAMES = 60
 _STATES = {
@@ -174,32 +169,3 @@ def _without_start(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """The frames up to the user's outermost one: those further out only start the script."""
     outermost = max((i for i, frame in enumerate(frames) if frame.own), default=len(frames) - 1)
     return tuple(frames[: outermost + 1][:MOST_FRAMES])
-
-
-def short_file(frame: Frame) -> str:
-    """`train.py`, `torch/distributed/distributed_c10d.py`, or `the cell`: the same on every machine."""
-    file = stable(frame.file)
-    if frame.own or file == "the cell":
-        return Path(file).name
-    return re.sub(r"^.*/(site-packages|lib/python3\.\d+)/", "", file)
-
-
-def text_lines(table: Sequence[Row]) -> list[str]:
-    """The rows as aligned text."""
-    width = max((len(row.words) for row in table), default=0)
-    return [f"rank {row.rank}  {row.words:<{width}}  {row.said}".rstrip() for row in table]
-
-
-def diagnosis_line(diagnosis: Diagnosis) -> str:
-    """`skipped_collective (certain): A rank never came …; ddpkit explain skipped_collective`."""
-    if diagnosis.name == UNKNOWN:
-        return f"{diagnosis.head} {diagnosis.collect}".rstrip()
-    return f"{diagnosis.head}; ddpkit explain {diagnosis.name}"
-
-
-def first_paragraph(diagnosis: Diagnosis) -> str:
-    """The first sentences of the catalog's page, on one line, without quoted messages."""
-    if diagnosis.name == UNKNOWN:
-        return diagnosis.collect
-    blocks = (" ".join(block.split()) for block in page(diagnosis.name).text.split("\n\n"))
-    return next((re.sub(r":$", ".", block) for block in blocks if re.match(r"[A-Z`]", block)), "")

@@ -12,7 +12,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from ddpkit.diagnosis.rows import Row, Standstill, first_paragraph, rows, short_file
+from ddpkit.diagnosis.rows import Row, Standstill, rows
 from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.runfolder.frames import Frame
 from ddpkit.runfolder.ranks import Rank
@@ -21,7 +21,7 @@ from .lane_feed import whole
 from .lanes import LaneSink
 from .shown import ShownRun
 from .sink import Now
-from .text import what_happened
+from .text import first_paragraph, short_file, what_happened
 
 _WEB = Path(__file__).with_name("web")
 PICTURE_CHARS = 240_000
