@@ -104,13 +104,13 @@ class Page:
         return " ".join([*parts, *([f"Notebook: `notebooks/{self.notebook}.ipynb`."] if self.notebook else [])])
 
     def _repr_markdown_(self) -> str:
-        return (
-            f"# {self.title}\n\n`{self.name}` · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip()
-            + "\n"
-        )
+        return self._below(f"# {self.title}\n\n`{self.name}`")
 
     def __repr__(self) -> str:
-        return f"{self.title}\n{self.name} · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip() + "\n"
+        return self._below(f"{self.title}\n{self.name}")
+
+    def _below(self, heading: str) -> str:
+        return f"{heading} · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip() + "\n"
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,8 +164,15 @@ def pages() -> tuple[Page, ...]:
     return read_pages(files("ddpkit").joinpath("catalog"))
 
 
+def all_signatures() -> Iterator[tuple[Page, Signature]]:
+    """Every signature of every page, with its page."""
+    for each in pages():
+        for signature in each.signatures:
+            yield each, signature
+
+
 def read_pages(folder: Traversable) -> tuple[Page, ...]:
-    """The pages in `folder`, which has one folder for each failure."""
+    """The pages in `folder`, which has one folder for each failure: TOML between two lines `+++`, then Markdown."""
     folders = sorted(folder.iterdir(), key=lambda f: f.name)
     labs: dict[str, list[str]] = {}
     for each in folders:
@@ -176,14 +183,8 @@ def read_pages(folder: Traversable) -> tuple[Page, ...]:
     for each in folders:
         if each.joinpath(PAGE).is_file():
             source = each.joinpath(PAGE).read_text(encoding="utf-8")
-            found.append(_parse(each.name, source, tuple(labs.get(each.name, ()))))
+            _, head, text = source.split(f"{FENCE}\n", 2)
+            told = tomllib.loads(head)
+            told["signatures"] = tuple(Signature(**table) for table in told.get("signatures", ()))
+            found.append(Page(each.name, text=text.strip() + "\n", labs=tuple(labs.get(each.name, ())), **told))
     return tuple(found)
-
-
-def _parse(name: str, source: str, labs: tuple[str, ...]) -> Page:
-    """The page of failure `name` from the text of its file: TOML between two lines `+++`, then Markdown."""
-    _, head, text = source.split(f"{FENCE}\n", 2)
-    told = tomllib.loads(head)
-    signatures = tuple(Signature(**table) for table in told.get("signatures", ()))
-    notebook, text = told.get("notebook", ""), text.strip() + "\n"
-    return Page(name, told["title"], told["family"], told["seen_with"], signatures, text, notebook, labs)

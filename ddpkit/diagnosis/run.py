@@ -19,7 +19,7 @@ from ddpkit.runfolder.stable import stable
 from ddpkit.verdict.finding import Culprit, Verdict
 
 from .evidence import Evidence, Words, consequence, died, exception_of, in_the_log, last_seen, raised, words_of
-from .pages import Page, Signature, page, pages
+from .pages import Page, Signature, all_signatures, page
 
 Confidence = Literal["certain", "likely", "unknown"]
 
@@ -186,10 +186,9 @@ def _asked(suspects: Sequence[Rank], verdict: Verdict, torchrun_log: str) -> lis
 def _by_text(asked: Sequence[Words]) -> list[_Match]:
     found = []
     for words in asked:
-        for each in pages():
-            for signature in each.signatures:
-                if not signature.consequence and (evidence := words.found(signature)):
-                    found.append(_Match(each, signature, words, (in_the_log(evidence, asked),)))
+        for each, signature in all_signatures():
+            if not signature.consequence and (evidence := words.found(signature)):
+                found.append(_Match(each, signature, words, (in_the_log(evidence, asked),)))
     return [match for match in found if _may_speak(match, found)]
 
 
@@ -215,10 +214,9 @@ def _by_signal(suspects: Sequence[Rank], verdict: Verdict) -> list[_Match]:
     for rank in suspects:
         if not rank.signal or rank.told or exception_of(rank) or verdict.roles[rank.rank] == "consequence":
             continue
-        for each in pages():
-            for signature in each.signatures:
-                if signature.signal == rank.signal.partition("+")[0]:
-                    found.append(_Match(each, signature, None, (died(rank),)))
+        for each, signature in all_signatures():
+            if signature.signal == rank.signal.partition("+")[0]:
+                found.append(_Match(each, signature, None, (died(rank),)))
     return found
 
 
@@ -230,12 +228,11 @@ def _by_verdict(suspects: Sequence[Rank], verdict: Verdict) -> list[_Match]:
         if verdict.culprit is not None and (line := last_seen(rank)):
             seen.append(line)
     found = []
-    for each in pages():
-        for signature in each.signatures:
-            if signature.verdict == "own" and own:
-                found.append(_Match(each, signature, None, tuple(own)))
-            elif signature.verdict and signature.verdict == verdict.kind != "own":
-                found.append(_Match(each, signature, None, tuple(own if verdict.kind == "too_early" else seen)))
+    for each, signature in all_signatures():
+        if signature.verdict == "own" and own:
+            found.append(_Match(each, signature, None, tuple(own)))
+        elif signature.verdict and signature.verdict == verdict.kind != "own":
+            found.append(_Match(each, signature, None, tuple(own if verdict.kind == "too_early" else seen)))
     return found
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ddpkit.diagnosis.pages import Page, Signature, page, pages
+from ddpkit.diagnosis.pages import Page, Signature, all_signatures, page
 
 from .found import Hit, Scan
 from .lines import Line
@@ -164,7 +164,7 @@ def _raised(found: Scan) -> Iterator[Cause]:
 
 def _ended(found: Scan, over: bool) -> Iterator[Cause]:
     """The ends of processes: by a signal, or with the exit code of a rank that said nothing else."""
-    by_signal = {s.signal: p for p in pages() for s in p.signatures if s.signal}
+    by_signal = {signature.signal: each for each, signature in all_signatures() if signature.signal}
     spoke = {raised.line.rank for _, raised in found.raised} | {h.rank for h in found.hits if not h.signature.beside}
     elastic = _under_torchrun(found)
     for order, end in found.ends:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ahocorasick_rs import BytesAhoCorasick
 
-from ddpkit.diagnosis.pages import Page, Signature, pages
+from ddpkit.diagnosis.pages import Page, Signature, all_signatures
 
 from . import deaths
 from .deaths import Deaths
@@ -76,10 +76,9 @@ def _words() -> _Words:
     deadly = [word.encode() for word in deaths.WORDS]
     for each in deadly:
         owners.setdefault(each, [])
-    for page in pages():
-        for signature in page.signatures:
-            for word in required(signature.pattern) if signature.in_logs else ():
-                owners.setdefault(word.encode(), []).append((page, signature))
+    for page, signature in all_signatures():
+        for word in required(signature.pattern) if signature.in_logs else ():
+            owners.setdefault(word.encode(), []).append((page, signature))
     words = list(owners)
     automaton = BytesAhoCorasick(words)
     return _Words(automaton, tuple(tuple(owners[w]) for w in words), frozenset(words.index(w) for w in deadly))
