@@ -76,27 +76,27 @@ def causes(found: Scan, warnings: bool = False) -> list[Cause]:
 
 
 def _first(found: Scan, like: Callable[[Hit], bool]) -> int | None:
-    return min((hit.order for hit in found.hits if like(hit)), default=None)
+    return min((hit.line.order for hit in found.hits if like(hit)), default=None)
 
 
 def _matched(found: Scan, over: int | None, warnings: bool) -> Iterator[Cause]:
     """The lines that a signature of the catalog matches."""
     elastic = _under_torchrun(found)
-    failed = warnings or bool(found.raised) or any(end.exitcode for _, end in found.ends)
-    known = {hit.order for hit in found.hits}
+    failed = warnings or bool(found.raised) or any(end.exitcode for end in found.ends)
+    known = {hit.line.order for hit in found.hits}
     apart = _apart(found)
     own_by: dict[int | None, int] = {}
-    for at, raised in found.raised:
-        if at not in known and _is_own(found, at, raised):
-            own_by.setdefault(raised.line.rank, at)
+    for raised in found.raised:
+        if raised.line.order not in known and _is_own(found, raised):
+            own_by.setdefault(raised.line.rank, raised.line.order)
     own = min(own_by.values(), default=None)
     lost = _first(found, lambda hit: hit.signature.consequence or hit.page.name == "node_lost")
     for hit in found.hits:
-        nearness, order = _nearness(hit), hit.order
+        nearness, order = _nearness(hit), hit.line.order
         if hit.page.name == "nan_loss" and hit.signature.where == "log":
             if not _at_the_end(found, hit):
                 continue
-        elif not hit.signature.beside and found.went_on(hit.order, hit.line):
+        elif not hit.signature.beside and found.went_on(hit.line):
             continue
         harmless = not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not alarms(hit.line.text)
         if harmless or (nearness == PRINTED_WHY and DEALT_WITH.search(hit.line.text)):
@@ -104,15 +104,15 @@ def _matched(found: Scan, over: int | None, warnings: bool) -> Iterator[Cause]:
         if nearness == PRINTED_WHY and hit.signature.where != "stderr" and hit.rank in own_by:
             # A program prints errors that it has dealt with; the exception that ended it says more.
             nearness, order = RAISED, max(order, own_by[hit.rank] + 1)
-        if over is not None and (hit.order > over or _ENDED_BY_IT.search(hit.line.text)):
+        if over is not None and (hit.line.order > over or _ENDED_BY_IT.search(hit.line.text)):
             nearness = max(nearness, LOST_ANOTHER)
-        if lost is not None and lost < hit.order and hit.page.name in OF_ANOTHER and not hit.signature.names_rank:
+        if lost is not None and lost < hit.line.order and hit.page.name in OF_ANOTHER and not hit.signature.names_rank:
             nearness = max(nearness, LOST_ANOTHER)
-        if own is not None and own < hit.order and hit.page.name in OF_ANOTHER | COMPARES:
+        if own is not None and own < hit.line.order and hit.page.name in OF_ANOTHER | COMPARES:
             nearness = max(nearness, LOST_ANOTHER)
         # Under torchrun a task of the scheduler is an agent, not a rank.
         rank = None if elastic and hit.signature.where == "log" and hit.line.rank is None else hit.rank
-        told = page("collective_mismatch") if hit.order in apart else hit.page
+        told = page("collective_mismatch") if hit.line.order in apart else hit.page
         yield Cause(nearness, order, told, hit.line, rank, signature=hit.signature, named=hit.named)
 
 
@@ -122,14 +122,14 @@ def _apart(found: Scan) -> set[int]:
     for hit in found.hits:
         if hit.page.name == "collective_timeout" and (work := _WORK.search(hit.line.text)):
             of_group = works.setdefault((work["group"] or "", work["number"]), {})
-            of_group.setdefault(work["what"], []).append(hit.order)
+            of_group.setdefault(work["what"], []).append(hit.line.order)
     return {order for work in works.values() if len(work) > 1 for orders in work.values() for order in orders}
 
 
-def _is_own(found: Scan, order: int, raised: Raised) -> bool:
+def _is_own(found: Scan, raised: Raised) -> bool:
     """Whether the process itself raised it, and did not go on."""
     reported = raised.type in _OF_LAUNCHERS | _WRAPPERS | _BY_ANOTHER or raised.type.endswith("Warning")
-    return not reported and not found.went_on(order, raised.line)
+    return not reported and not found.went_on(raised.line)
 
 
 def _nearness(hit: Hit) -> int:
@@ -148,10 +148,10 @@ def _nearness(hit: Hit) -> int:
 
 def _raised(found: Scan) -> Iterator[Cause]:
     """The exceptions, as if the catalog knew none of them."""
-    for order, raised in found.raised:
-        if raised.type.endswith("Warning") or found.went_on(order, raised.line):
+    for raised in found.raised:
+        line, order, rank = raised.line, raised.line.order, raised.line.rank
+        if raised.type.endswith("Warning") or found.went_on(line):
             continue
-        line, rank = raised.line, raised.line.rank
         if raised.type in _OF_LAUNCHERS:
             yield Cause(SUMMARY, order, page("summary_only"), line, rank)
         elif raised.type in _WRAPPERS:
@@ -165,11 +165,12 @@ def _raised(found: Scan) -> Iterator[Cause]:
 def _ended(found: Scan, over: bool) -> Iterator[Cause]:
     """The ends of processes: by a signal, or with the exit code of a rank that said nothing else."""
     by_signal = {signature.signal: each for each, signature in all_signatures() if signature.signal}
-    spoke = {raised.line.rank for _, raised in found.raised} | {h.rank for h in found.hits if not h.signature.beside}
+    spoke = {raised.line.rank for raised in found.raised} | {h.rank for h in found.hits if not h.signature.beside}
     elastic = _under_torchrun(found)
-    for order, end in found.ends:
-        if found.went_on(order, end.line):
+    for end in found.ends:
+        if found.went_on(end.line):
             continue
+        order = end.line.order
         rank = end.rank if end.by_torchrun or not elastic else None
         first = end.by_torchrun and not end.listed
         if end.signal in SENT_BY_LAUNCHER and (over or not first):
@@ -185,13 +186,13 @@ def _ended(found: Scan, over: bool) -> Iterator[Cause]:
 
 
 def _under_torchrun(found: Scan) -> bool:
-    return any(end.by_torchrun for _, end in found.ends)
+    return any(end.by_torchrun for end in found.ends)
 
 
 def left_early(found: Scan, possible: list[Cause]) -> Cause | None:
     """The line in which one rank says that it is done, and says so more often than the others, which wait for it."""
     # Once a process has ended, its launcher says that it is done, too.
-    ended = min((at for at, _ in found.ends), default=None)
+    ended = min((end.line.order for end in found.ends), default=None)
     waited = {c.rank for c in possible if c.nearness == LOST_ANOTHER and (ended is None or c.order < ended)}
     done = [c for c in possible if c.page is page("early_exit") and c.rank is not None]
     often = Counter(c.rank for c in done).most_common(2)

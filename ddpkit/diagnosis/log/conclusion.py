@@ -161,7 +161,7 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
         named = sorted({rank for c in same for rank in c.named})
         return tuple(named) if len(named) > 1 else named[0] if named else None
     ranks = tuple(sorted({c.rank for c in same if c.rank is not None}))
-    world = found.ranks | {e.rank for _, e in found.ends if e.listed and e.rank is not None}
+    world = found.ranks | {e.rank for e in found.ends if e.listed and e.rank is not None}
     # A rank is the odd one only where it alone, of three or more, says so.
     if name in near.COMPARES and (len(ranks) != 1 or len(world) < 3):
         return None
@@ -175,8 +175,8 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
 def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:
     """The rank of lines that name none: the ranks in torchrun's summary, if there are as many as lines; else the one that it
     calls the first to fail, or the only one that ended by itself."""
-    told = [e for _, e in found.ends if e.exitcode and e.rank is not None and e.signal not in near.SENT_BY_LAUNCHER]
-    listed = sorted({e.rank for _, e in found.ends if e.listed and e.rank is not None})
+    told = [e for e in found.ends if e.exitcode and e.rank is not None and e.signal not in near.SENT_BY_LAUNCHER]
+    listed = sorted({e.rank for e in found.ends if e.listed and e.rank is not None})
     if times > 1 and listed and near.TOLD_BY_THE_SYSTEM < best.nearness < near.SUMMARY:
         if times < len(listed) or len(listed) == 1:
             return None

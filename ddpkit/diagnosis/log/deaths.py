@@ -105,10 +105,10 @@ def _end(line: Line, rank: int | None, code: int, pid: str | None = None, **told
     return End(line, rank, code, _signal_name(-code) if code < 0 else "", pid=pid or "", **told)
 
 
-def with_ranks(ends: list[tuple[int, End]]) -> list[tuple[int, End]]:
+def with_ranks(ends: list[End]) -> list[End]:
     """The ends with the ranks of torchrun's summary, also where torchrun named a process by its local rank first."""
-    ranks = {end.pid: end.rank for _, end in ends if end.listed and end.pid}
-    return [(at, replace(end, rank=ranks.get(end.pid, end.rank))) for at, end in ends]
+    ranks = {end.pid: end.rank for end in ends if end.listed and end.pid}
+    return [replace(end, rank=ranks.get(end.pid, end.rank)) for end in ends]
 
 
 def _signal_in(text: str) -> str:

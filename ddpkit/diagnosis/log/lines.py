@@ -68,13 +68,17 @@ _OF_A_FILE = re.compile(r"rank[_.=-]?(\d+)(?!\d)|attempt_\d+/(\d+)/(?:std(?:out|
 
 
 class Line(NamedTuple):
-    """A line of a log: `number` counts from 1 in `file`, `rank` wrote it (None: unknown), `key` tells writers apart."""
+    """A line of a log: `number` counts from 1 in `file`, `rank` wrote it (None: unknown), `key` tells writers apart.
+
+    `order` counts the lines that are read closely, over all logs.
+    """
 
     file: str
     number: int
     rank: int | None
     key: str
     text: str
+    order: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -100,7 +100,7 @@ class _OneLog:
         self._tracebacks, self._deaths, self._launches = Tracebacks(), Deaths(), Launches(b"")
         self._alike: Counter[bytes] = Counter()
         self._summary_rank: int | None = None
-        self._said: tuple[int, Raised] | None = None
+        self._said: Raised | None = None
         self._spawned: int | None = None
         self._attends = self._attended = self._looked_at = 0
 
@@ -170,50 +170,49 @@ class _OneLog:
         words = self._words.inside(low)
         if not low.strip() or not (words or self._attends):
             return
-        for line in self._reader.lines(number, raw):
+        for line in self._in_order(self._reader.lines(number, raw)):
             if line.rank is not None:
                 self._into.ranks.add(line.rank)
             if self._launches.begins(line, low, self._into.ranks):
-                self._into.launches[line.file] = self._into.seen + 1, number
+                self._into.launches[line.file] = number
             told = self._take(line, words)
             self._looked_at = number
             if told or self._tracebacks:
                 self._attends = AFTERMATH if self._attended < MOST_AFTERMATH else SHORT_AFTERMATH
             self._attended += 1
-            self._into.progress.note(self._order(), line, told or self._tracebacks.inside(line))
+            self._into.progress.note(line, told or self._tracebacks.inside(line))
 
     def _take(self, line: Line, words: set[int]) -> bool:
         """Keep what a line tells of a failure; whether it does."""
-        order = self._order()
         line = self._of_the_summary(line)
         quoted = self._tracebacks.inside(line)
         raised = self._tracebacks.feed(line)
         if raised is None and words and not quoted:
             raised = self._without_traceback(line)
         told = raised is not None
-        if (said := self._said) and self._goes_on(said[1], line):
+        if (said := self._said) and self._goes_on(said, line):
             if raised is not None:
                 # A message that is the name and message of another exception: that one was raised.
-                raised = replace(raised, frames=said[1].frames, text=f"{said[1].text}\n{line.text}")
+                raised = replace(raised, frames=said.frames, text=f"{said.text}\n{line.text}")
                 self._into.raised.remove(said)
             else:
                 told |= self._read_on(said, line)
-        self._said = (order, raised) if raised else None
+        self._said = raised
         text = line.text.lstrip()
         if raised is not None:
-            _keep(self._into.raised, (order, raised))
+            _keep(self._into.raised, raised)
             self._launches.failed |= not raised.type.endswith("Warning")
             # Signatures name `DistNetworkError`, not `torch.distributed.DistNetworkError`.
             text = _MODULE.sub("", text)
         if words & self._words.deadly and not quoted and (end := self._deaths.feed(line)):
-            _keep(self._into.ends, (order, end))
+            _keep(self._into.ends, end)
             told = self._launches.failed = self._launches.ended = True
         if raised is not None and raised.text:
             for page, signature in self._words.signatures(self._words.inside(raised.text.lower().encode())):
                 if signature.spans_lines:
-                    told |= self._match(page, signature, raised.text, line, order, raised)
+                    told |= self._match(page, signature, raised.text, line, raised)
         for page, signature in self._words.signatures(set() if quoted else words):
-            told |= self._match(page, signature, text, line, order, raised)
+            told |= self._match(page, signature, text, line, raised)
         return told
 
     def _goes_on(self, said: Raised, line: Line) -> bool:
@@ -221,18 +220,19 @@ class _OneLog:
         same = (said.line.rank, said.line.key, said.line.number + 1) == (line.rank, line.key, line.number)
         return same and bool(_UNFINISHED.search(said.line.text) or line.text[:1].isspace())
 
-    def _read_on(self, said: tuple[int, Raised], line: Line) -> bool:
+    def _read_on(self, raised: Raised, line: Line) -> bool:
         """Keep what the second line of a message tells of a failure, alone or with the first; whether it does."""
-        (order, raised), text = said, line.text.lstrip()
-        whole = f"{raised.line.text} {text}"
+        text = line.text.lstrip()
+        first, second = raised.line, line._replace(order=raised.line.order)
+        whole = f"{first.text} {text}"
         told = False
         for page, signature in self._words.signatures(self._words.inside(whole.lower().encode())):
-            if signature.pattern.search(raised.line.text):
+            if signature.pattern.search(first.text):
                 continue
-            alone = signature.pattern.search(text) and self._match(page, signature, text, line, order, raised)
-            told |= alone or self._match(page, signature, whole, raised.line._replace(text=whole), order, raised)
+            alone = signature.pattern.search(text) and self._match(page, signature, text, second, raised)
+            told |= alone or self._match(page, signature, whole, first._replace(text=whole), raised)
         if told:
-            self._into.explained.add(order)
+            self._into.explained.add(first.order)
         return told
 
     def _without_traceback(self, line: Line) -> Raised | None:
@@ -253,9 +253,7 @@ class _OneLog:
         rank = self._summary_rank if self._summary_rank is not None else self._spawned
         return line._replace(rank=rank, key="summary") if line.rank is None and rank is not None else line
 
-    def _match(
-        self, page: Page, signature: Signature, text: str, line: Line, order: int, raised: Raised | None
-    ) -> bool:
+    def _match(self, page: Page, signature: Signature, text: str, line: Line, raised: Raised | None) -> bool:
         """Keep a match of `signature` in `text`; whether it tells of a failure."""
         if signature.type and not (raised and text.startswith(signature.type)) and not signature.spans_lines:
             return False
@@ -267,22 +265,24 @@ class _OneLog:
             return False
         named = tuple(int(rank) for rank in re.findall(r"\d+", found.groupdict().get("rank") or ""))
         rank = line.rank if not named else named[0] if len(named) == 1 else None
-        _keep(self._into.hits, Hit(line, order, page, signature, rank, raised is not None, named))
+        _keep(self._into.hits, Hit(line, page, signature, rank, raised is not None, named))
         return not signature.beside
 
-    def _order(self) -> int:
-        self._into.seen += 1
-        return self._into.seen
+    def _in_order(self, lines: Iterable[Line]) -> Iterator[Line]:
+        """The lines, each with its place among all that were read."""
+        for line in lines:
+            self._into.seen += 1
+            yield line._replace(order=self._into.seen)
 
     def _read_tail(self, last: bytes, number: int) -> None:
         tail: list[Line] = []
         rows = last.splitlines()[-TAIL_LINES:]
         for at, raw in enumerate(rows, number - len(rows) + 1):
-            tail += self._reader.lines(max(1, at), raw)
+            tail += self._in_order(self._reader.lines(max(1, at), raw))
         self._into.tail[self._source.name] = tuple(tail[-TAIL_LINES:])
         for line in tail:
             if line.number > self._looked_at:
-                self._into.progress.note(self._order(), line, False)
+                self._into.progress.note(line, False)
 
 
 def _keep(found: list[Any], one: Any) -> None:
