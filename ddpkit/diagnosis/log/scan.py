@@ -7,6 +7,7 @@ see whether the job went on.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -31,8 +32,6 @@ MOST_AFTERMATH, SHORT_AFTERMATH = 50_000, 5
 # So many lines are read that differ in their digits alone.
 MOST_ALIKE = 600
 MOST_SHAPES = 20_000
-# With one telling word in so many bytes or fewer it is faster to read every line.
-DENSE_BYTES = 400
 MOST_HITS = 4_000
 TAIL_LINES = 60
 TAIL_BYTES = 1 << 15
@@ -118,52 +117,20 @@ class _OneLog:
         self._read_tail(last, number - 1)
 
     def _read_chunk(self, chunk: bytes, number: int) -> None:
-        """Go from one line with a word to the next, or line by line after one that tells of a failure.
-
-        A carriage return, which progress bars write, ends a line as well, but is not counted.
-        """
-        low = chunk.lower().replace(b"\r", b"\n")
-        starts = [start for _, start, _ in self._words.automaton.find_matches_as_indexes(low)]
-        if len(starts) > len(low) // DENSE_BYTES and b"\r" not in chunk:
-            self._read_dense(chunk, low, number)
+        """Read closely the lines of a chunk with a word, of those that differ in digits alone only the first ones."""
+        low, end = chunk.lower(), 0
+        words = [start for _, start, _ in self._words.automaton.find_matches_as_indexes(low)]
+        if not self._attends and not words:
             return
-        starts.append(len(low))
-        at = index = 0
-        while at < len(low):
-            if not self._attends:
-                while starts[index] < at:
-                    index += 1
-                if starts[index] == len(low):
-                    return
-                begin = low.rfind(b"\n", at, starts[index]) + 1 or at
-                number += chunk.count(b"\n", at, begin)
-                at = begin
-            end = low.find(b"\n", at)
-            end = len(low) if end < 0 else end
-            if self._attends or self._is_new(low[at:end]):
-                self._attends = max(0, self._attends - 1)
-                self._look(number, chunk[at:end], low[at:end])
-            number += chunk[end : end + 1] == b"\n"
-            at = end + 1
-
-    def _read_dense(self, chunk: bytes, low: bytes, number: int) -> None:
-        """Go line by line where most lines hold a word, by their shapes, of which many are alike."""
-        shapes = low.translate(None, DIGITS).split(b"\n")
-        for at, (shape, raw) in enumerate(zip(shapes, chunk.split(b"\n"), strict=True)):
-            if self._attends or self._alike.get(shape, 0) < MOST_ALIKE:
+        for at, shape, raw in _rows(chunk, low):
+            begin, end = end, end + len(raw) + 1
+            new = self._alike[shape] < MOST_ALIKE
+            if self._attends or (new and bisect_left(words, begin) < bisect_left(words, end)):
                 self._alike[shape] += 1
                 self._attends = max(0, self._attends - 1)
                 self._look(number + at, raw, raw.lower())
         if len(self._alike) > MOST_SHAPES:
             self._alike.clear()
-
-    def _is_new(self, low: bytes) -> bool:
-        """Whether few lines were read that differ from this one in digits alone."""
-        shape = low.translate(None, DIGITS)
-        self._alike[shape] += 1
-        if len(self._alike) > MOST_SHAPES:
-            self._alike.clear()
-        return self._alike[shape] <= MOST_ALIKE
 
     def _look(self, number: int, raw: bytes, low: bytes) -> None:
         """Read one line."""
@@ -283,6 +250,20 @@ class _OneLog:
         for line in tail:
             if line.number > self._looked_at:
                 self._into.progress.note(line, False)
+
+
+def _rows(chunk: bytes, low: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+    """Each line, with the line feeds before it and what is left of it without digits.
+
+    A carriage return, which progress bars write, ends a line as well, but is not counted.
+    """
+    shapes = low.translate(None, DIGITS).split(b"\n")
+    for at, (shape, raw) in enumerate(zip(shapes, chunk.split(b"\n"), strict=True)):
+        if b"\r" not in raw:
+            yield at, shape, raw
+            continue
+        for pair in zip(shape.split(b"\r"), raw.split(b"\r"), strict=True):
+            yield at, *pair
 
 
 def _keep(found: list[Any], one: Any) -> None:
