@@ -36,14 +36,8 @@ MOST_HITS = 4_000
 TAIL_LINES = 60
 TAIL_BYTES = 1 << 15
 
-_ALWAYS = (
-    b"traceback",
-    b"error:",
-    b"exception: ",
-    b"keyboardinterrupt",
-    b"exception ignored",
-    b"--- logging error",
-)
+# Words of Python's own lines.
+_ALWAYS = ("traceback", "error:", "exception: ", "keyboardinterrupt", "exception ignored", "--- logging error")
 _SUMMARY_TRACEBACK = re.compile(r"^\s*traceback\s*: Traceback")
 _SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error")
 _OF_TORCHRUN = re.compile(r"torch[./]distributed|c10d|TCPStore|torchrun|elastic|rendezvous|run\.py|usage")
@@ -54,11 +48,10 @@ _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+)")
 
 @dataclass(frozen=True)
 class _Words:
-    """The words of all signatures: an automaton that finds them, and the signatures that need each."""
+    """Every word of a failure: an automaton that finds them, and the signatures that need each."""
 
     automaton: BytesAhoCorasick
-    of: tuple[tuple[tuple[Page, Signature], ...], ...]
-    deadly: frozenset[int]
+    of: list[list[tuple[Page, Signature]]]
 
     def inside(self, low: bytes) -> set[int]:
         """The words in a text of lower-case letters."""
@@ -71,16 +64,11 @@ class _Words:
 
 @cache
 def _words() -> _Words:
-    owners: dict[bytes, list[tuple[Page, Signature]]] = {word: [] for word in _ALWAYS}
-    deadly = [word.encode() for word in deaths.WORDS]
-    for each in deadly:
-        owners.setdefault(each, [])
+    needing: dict[str, list[tuple[Page, Signature]]] = {word: [] for word in (*_ALWAYS, *deaths.WORDS)}
     for page, signature in all_signatures():
         for word in required(signature.pattern) if signature.in_logs else ():
-            owners.setdefault(word.encode(), []).append((page, signature))
-    words = list(owners)
-    automaton = BytesAhoCorasick(words)
-    return _Words(automaton, tuple(tuple(owners[w]) for w in words), frozenset(words.index(w) for w in deadly))
+            needing.setdefault(word, []).append((page, signature))
+    return _Words(BytesAhoCorasick([word.encode() for word in needing]), list(needing.values()))
 
 
 def scan(logs: list[Source]) -> Scan:
@@ -98,9 +86,8 @@ class _OneLog:
         self._reader = Reader(source, b"")
         self._tracebacks, self._deaths, self._launches = Tracebacks(), Deaths(), Launches(b"")
         self._alike: Counter[bytes] = Counter()
-        self._summary_rank: int | None = None
+        self._reported_rank: int | None = None
         self._said: Raised | None = None
-        self._spawned: int | None = None
         self._attends = self._attended = self._looked_at = 0
 
     def read(self) -> None:
@@ -151,7 +138,7 @@ class _OneLog:
 
     def _take(self, line: Line, words: set[int]) -> bool:
         """Keep what a line tells of a failure; whether it does."""
-        line = self._of_the_summary(line)
+        line = self._with_reported_rank(line)
         quoted = self._tracebacks.inside(line)
         raised = self._tracebacks.feed(line)
         if raised is None and words and not quoted:
@@ -171,7 +158,7 @@ class _OneLog:
             self._launches.failed |= not raised.type.endswith("Warning")
             # Signatures name `DistNetworkError`, not `torch.distributed.DistNetworkError`.
             text = _MODULE.sub("", text)
-        if words & self._words.deadly and not quoted and (end := self._deaths.feed(line)):
+        if words and not quoted and (end := self._deaths.feed(line)):
             _keep(self._into.ends, end)
             told = self._launches.failed = self._launches.ended = True
         if raised is not None and raised.text:
@@ -209,16 +196,16 @@ class _OneLog:
             return None
         return Raised(line, named["type"], (named["message"] or "").strip())
 
-    def _of_the_summary(self, line: Line) -> Line:
+    def _with_reported_rank(self, line: Line) -> Line:
         """The line with the rank that torchrun's summary or `spawn` gives to the traceback it belongs to."""
         if _SUMMARY_TRACEBACK.match(line.text):
-            self._summary_rank = self._deaths.rank
+            self._reported_rank = self._deaths.rank
         elif spawned := _SPAWNED.match(line.text):
-            self._spawned = int(spawned[1])
-        elif self._summary_rank is not None and not line.text.startswith("  "):
-            self._summary_rank = None
-        rank = self._summary_rank if self._summary_rank is not None else self._spawned
-        return line._replace(rank=rank, key="summary") if line.rank is None and rank is not None else line
+            self._reported_rank = int(spawned[1])
+        elif line.text.startswith(("--", "==")):
+            self._reported_rank = None
+        rank = self._reported_rank
+        return line if rank is None or line.rank is not None else line._replace(rank=rank, key="summary")
 
     def _match(self, page: Page, signature: Signature, text: str, line: Line, raised: Raised | None) -> bool:
         """Keep a match of `signature` in `text`; whether it tells of a failure."""
