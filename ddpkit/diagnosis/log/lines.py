@@ -24,18 +24,16 @@ MOST_LEARNED = 64
 SHORTEST_TWICE, LONGEST_TWICE = 8, 400
 KINDS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json")
 
-_ESCAPES = re.compile(
-    r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[()][A-Z0-9]|[=>78cM])|\x08|\x07|[\u200b\ufeff]"
-)
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*|[()]?.)|[\x07\x08\u200b\ufeff]")
 
 # What a launcher or a collector of logs puts before a line: `rank` where it names one, `key` what tells writers apart. A line
 # may have several.
 _PREFIXES = tuple(
     re.compile(p)
     for p in (
-        # Kubernetes, docker, CRI; loggers; journald; the kernel.
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t](?:std(?:out|err) [FP] )?",
-        r"[\[(]?\d{4}[-/]\d\d[-/]\d\d[ _]\d\d:\d\d:\d\d(?:[.,]\d+)?[\])]?:?[ \t]+(?!\d+ main\b)",
+        # Kubernetes, docker, CRI and loggers; journald; the kernel.
+        r"[\[(]?\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[\])]?:?[ \t]+(?!\d+ main\b)",
+        r"std(?:out|err) [FP] ",
         r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]+ (?P<key>[\w./@-]+(?:\[\d+\])?): ",
         r"\[[ \d]{1,6}\d\.\d{6}\] ",
         # An error that torchrun logs; a warning keeps its letter.
@@ -58,7 +56,7 @@ _RANK_BEFORE = re.compile(r"(?i)\brank\W{0,2}(\d+)|^\[(\d{1,4})\]:? ?$")
 # Where the line of another process begins in the midst of a line.
 _GLUED = re.compile(r"(?<=[^\s:>|)])(?=\[rank\d+\]:)|(?<=[^\s:>|)+-])(?=Traceback \(most recent call last\):)")
 _OF_TORCH = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\] ")
-_SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|(?:^|Error: )(?:Rank|rank|RANK) (\d+)[:,] ")
+_SAYS_RANK = re.compile(r"(?i)\[(?:global_)?rank[ :=]*(\d+)\]|(?:^|Error: )rank (\d+)[:,] ")
 _RAY = re.compile(r"pid=(\d+)\) world_rank=(\d+)")
 _PID = re.compile(r"pid=(\d+)")
 # Where collectors of logs that write JSON put the line, what followed it, and the rank.
@@ -199,8 +197,8 @@ class Reader:
         self._labelled = len(labels) > 0.3 * len(lines)
         # An editor's numbers of lines are no ranks.
         numbers = [int(label["rank"] or -1) for label in labels]
-        counts = numbers == [*range(numbers[0], numbers[0] + len(numbers))] if numbers else False
-        self._numbered = counts and len(numbers) > (2 if numbers[0] else 8)
+        counted = len(numbers) > 2 and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
+        self._numbered = counted and (numbers[0] > 0 or len(numbers) > 8)
         self._before: dict[str, None] = {}
         self._learned: re.Pattern[str] | None = None
         self._json = bool(lines) and all(_of_json(line) for line in lines[:3])
@@ -236,9 +234,7 @@ class Reader:
             yield line if line.rank is not None or rank is None else line._replace(rank=rank)
 
     def _line(self, number: int, text: str) -> Line:
-        if "\x1b" in text or "\x08" in text or "\u200b" in text or "\ufeff" in text:
-            text = _ESCAPES.sub("", text)
-        rank, key, text = self._stripped(text)
+        rank, key, text = self._stripped(_ESCAPES.sub("", text))
         # Two processes that write at once.
         period = (text + text).find(text, 1) if len(text) < LONGEST_TWICE else 0
         text = text[:period] if SHORTEST_TWICE < period < len(text) else text
