@@ -20,6 +20,7 @@ CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
 LONGEST_LINE = 20_000
 MOST_IN_JSON = 300
+MOST_PREFIXES = 5
 MOST_LEARNED = 64
 SHORTEST_TWICE, LONGEST_TWICE = 8, 400
 KINDS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json")
@@ -45,6 +46,8 @@ _PREFIXES = tuple(
         r"\((?P<key>[A-Za-z_][\w.<>]* ?(?:\([^)]*\) )?pid=\d+(?:, ip=[\d.]+)?)(?:, (?:world_)?rank=(?P<rank>\d+))?\) ",
     )
 )
+# What an editor puts before every line: no rank.
+_NUMBERED = re.compile(r"^ *\[?\d{1,4}\]?:(?: |$)")
 # `srun -l` puts a number before every line; pdsh, docker compose, kubectl --prefix put the name of a host or container.
 _LABELLED = re.compile(
     r"^ *\[?(?:(?P<rank>\d{1,4})\]?:(?: |$)|(?!(?:step|iter|epoch|batch))"
@@ -166,20 +169,18 @@ def chunks(source: Source) -> Iterator[bytes]:
         raise LogError(f"diagnose: {source.name} cannot be read: {error.strerror or error}.") from None
 
 
-def _of_json(text: str) -> tuple[int | None, list[str]] | None:
-    """The rank and the texts of a line that is a JSON object; None where it is not one."""
-    if not text.startswith("{"):
-        return None
+def _of_json(text: str) -> tuple[int | None, list[str]]:
+    """The rank and the texts of a line that is a JSON object; no texts where it is not one."""
     try:
-        told = json.loads(text)
+        told = json.loads(text) if text.startswith("{") else {}
     except ValueError:
-        return None
+        told = {}
     # torchrun's error file: the message with its traceback beside it.
     if isinstance(inner := told.get("message"), dict):
         told = {**inner, "message": inner.get("extraInfo", {}).get("py_callstack") or inner.get("message")}
     texts = [told[name] for name in _TEXTS if isinstance(told.get(name), str)]
     rank = next((told[name] for name in _RANKS if isinstance(told.get(name), int)), None)
-    return (rank, texts) if texts else None
+    return rank, texts
 
 
 class Reader:
@@ -193,15 +194,16 @@ class Reader:
         self._rank_of = {pid: int(rank) for pid, rank in _RAY.findall(text)}
         lines = [line for line in text.splitlines() if line.strip()]
         labels = [label for line in lines if (label := _LABELLED.match(line))]
-        # If few lines have one, it is something else.
-        self._labelled = len(labels) > 0.3 * len(lines)
-        # An editor's numbers of lines are no ranks.
         numbers = [int(label["rank"] or -1) for label in labels]
         counted = len(numbers) > 2 and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
-        self._numbered = counted and (numbers[0] > 0 or len(numbers) > 8)
+        self._prefixes = _PREFIXES
+        if counted and (numbers[0] > 0 or len(numbers) > 8):
+            self._prefixes = (_NUMBERED, *_PREFIXES)
+        elif len(labels) > 0.3 * len(lines):
+            self._prefixes = (_LABELLED, *_PREFIXES)
         self._before: dict[str, None] = {}
         self._learned: re.Pattern[str] | None = None
-        self._json = bool(lines) and all(_of_json(line) for line in lines[:3])
+        self._json = bool(lines) and all(_of_json(line)[1] for line in lines[:3])
         told = {rank for line in lines if (rank := self._stripped(line)[0]) is not None}
         # A file with lines of other ranks is not named after the rank that wrote it.
         if told - {self.rank}:
@@ -224,11 +226,10 @@ class Reader:
     def lines(self, number: int, raw: bytes) -> Iterator[Line]:
         """The line of that number without its prefixes; a line of JSON may hold several."""
         text = raw[:LONGEST_LINE].decode("utf-8", "replace").rstrip()
-        told = _of_json(text) if self._json else None
-        if told is None:
+        rank, texts = _of_json(text) if self._json else (None, [])
+        if not texts:
             yield from (self._line(number, part) for part in _GLUED.split(text))
             return
-        rank, texts = told
         for each in "\n".join(texts).split("\n")[:MOST_IN_JSON]:
             line = self._line(number, each.rstrip())
             yield line if line.rank is not None or rank is None else line._replace(rank=rank)
@@ -250,21 +251,13 @@ class Reader:
 
     def _stripped(self, text: str) -> tuple[int | None, str, str]:
         rank, key, at = None, "", 0
-        if self._labelled and (label := _LABELLED.match(text)):
-            at = label.end()
-            if not self._numbered:
-                key = label["rank"] or label["key"]
-                rank = int(label["rank"]) if label["rank"] else None
-        for _ in range(4):
-            for prefix in _PREFIXES:
-                if found := prefix.match(text, at):
-                    at = found.end()
-                    told = found.groupdict()
-                    rank = int(told["rank"]) if told.get("rank") else rank
-                    key += told.get("key") or told.get("rank") or ""
-                    break
-            else:
+        for _ in range(MOST_PREFIXES):
+            found = next(filter(None, (prefix.match(text, at) for prefix in self._prefixes)), None)
+            if found is None:
                 break
+            at, told = found.end(), found.groupdict()
+            rank = int(told["rank"]) if told.get("rank") else rank
+            key += told.get("key") or told.get("rank") or ""
         if self._learned and (found := self._learned.match(text, at)):
             at = found.end()
             key += re.sub(r"\W+", " ", _VARIES.sub("", found[0]))
