@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ddpkit.diagnosis.rows import Row
 from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.runfolder.stable import stable
 
 from . import text
+from .rows import Row
 from .shown import ShownRun
 
 _COLOURS = {"passed": "#1a7f37", "running": "#0969da", "stopped": "#6e7781", "apart": "#9a6700"}

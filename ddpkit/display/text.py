@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpkit.diagnosis.pages import page
-from ddpkit.diagnosis.rows import Row
 from ddpkit.diagnosis.run import UNKNOWN, Diagnosis
 from ddpkit.runfolder.frames import Frame
 from ddpkit.runfolder.stable import stable
 
+from .rows import Row
 from .shown import ShownRun
 
 
