@@ -81,6 +81,11 @@ class Line(NamedTuple):
     text: str
     order: int = 0
 
+    @property
+    def writer(self) -> tuple[int | None, str]:
+        """What its writer's lines have in common."""
+        return self.rank, self.key
+
 
 @dataclass(frozen=True)
 class Source:

@@ -25,7 +25,7 @@ from .launches import DIGITS, Launches
 from .lines import Line, Reader, Source, chunks
 from .literals import required
 from .progress import AFTERMATH
-from .tracebacks import RAISED, Raised, Tracebacks
+from .tracebacks import Raised, Tracebacks
 
 # In a log that tells of failures all along, only a few lines are read after each, from so many on.
 MOST_AFTERMATH, SHORT_AFTERMATH = 50_000, 5
@@ -140,9 +140,7 @@ class _OneLog:
         """Keep what a line tells of a failure; whether it does."""
         line = self._with_reported_rank(line)
         quoted = self._tracebacks.inside(line)
-        raised = self._tracebacks.feed(line)
-        if raised is None and words and not quoted:
-            raised = self._without_traceback(line)
+        raised = self._tracebacks.feed(line, alone=bool(words))
         told = raised is not None
         if (said := self._said) and self._goes_on(said, line):
             if raised is not None:
@@ -171,7 +169,7 @@ class _OneLog:
 
     def _goes_on(self, said: Raised, line: Line) -> bool:
         """Whether the message of an exception goes on in `line`, the next of its writer."""
-        same = (said.line.rank, said.line.key, said.line.number + 1) == (line.rank, line.key, line.number)
+        same = said.line.writer == line.writer and said.line.number + 1 == line.number
         return same and bool(_UNFINISHED.search(said.line.text) or line.text[:1].isspace())
 
     def _read_on(self, raised: Raised, line: Line) -> bool:
@@ -188,13 +186,6 @@ class _OneLog:
         if told:
             self._into.explained.add(first.order)
         return told
-
-    def _without_traceback(self, line: Line) -> Raised | None:
-        """The exception of which the log has the last line alone."""
-        named = RAISED.match(line.text.lstrip())
-        if named is None or "Warning" in named["type"] or self._tracebacks.ignores(line):
-            return None
-        return Raised(line, named["type"], (named["message"] or "").strip())
 
     def _with_reported_rank(self, line: Line) -> Line:
         """The line with the rank that torchrun's summary or `spawn` gives to the traceback it belongs to."""
