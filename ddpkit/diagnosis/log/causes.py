@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ _WORK = re.compile(
     r"(?:PG (?:ID )?(?P<group>\w+).*)?WorkNCCL\(SeqNum=(?P<number>\d+), "
     r"(?P<what>OpType=(?!SEND|RECV|\w*ALLTOALL)\w+, NumelIn=\d+, NumelOut=\d+)"
 )
+NEVER = math.inf
 _ENDED_BY_IT = re.compile(r"signal: Terminated|SIGTERM")
 
 
@@ -63,7 +65,7 @@ class Cause:
     def weight(self) -> tuple[int, int, int]:
         """Nearness, then time, then how specific: the smallest is the likeliest."""
         how = self.signature
-        return self.nearness, self.order, 2 * how.general + (not how.spans_lines) if how.text else 3
+        return self.nearness, self.order, int(how.general) if how.text else 2
 
 
 def causes(found: Scan, warnings: bool = False) -> list[Cause]:
@@ -72,48 +74,58 @@ def causes(found: Scan, warnings: bool = False) -> list[Cause]:
     matched = list(_matched(found, over, warnings))
     named = {(c.line.file, c.line.number) for c in matched}
     raised = [c for c in _raised(found) if (c.line.file, c.line.number) not in named and c.order not in found.explained]
-    return sorted([*matched, *raised, *_ended(found, over is not None)], key=lambda c: c.weight)
+    return sorted([*matched, *raised, *_ended(found, over < NEVER)], key=lambda c: c.weight)
 
 
-def _first(found: Scan, like: Callable[[Hit], bool]) -> int | None:
-    return min((hit.line.order for hit in found.hits if like(hit)), default=None)
+def _first(found: Scan, like: Callable[[Hit], bool]) -> float:
+    return min((hit.line.order for hit in found.hits if like(hit)), default=NEVER)
 
 
-def _matched(found: Scan, over: int | None, warnings: bool) -> Iterator[Cause]:
+def _matched(found: Scan, over: float, warnings: bool) -> Iterator[Cause]:
     """The lines that a signature of the catalog matches."""
-    elastic = _under_torchrun(found)
+    elastic, apart, own = _under_torchrun(found), _apart(found), _own(found)
     failed = warnings or bool(found.raised) or any(end.exitcode for end in found.ends)
-    known = {hit.line.order for hit in found.hits}
-    apart = _apart(found)
-    own_by: dict[int | None, int] = {}
-    for raised in found.raised:
-        if raised.line.order not in known and _is_own(found, raised):
-            own_by.setdefault(raised.line.rank, raised.line.order)
-    own = min(own_by.values(), default=None)
-    lost = _first(found, lambda hit: hit.signature.consequence or hit.page.name == "node_lost")
+    first_own = min(own.values(), default=NEVER)
+    lost = _first(found, lambda hit: hit.signature.consequence)
     for hit in found.hits:
-        nearness, order = _nearness(hit), hit.line.order
-        if hit.page.name == "nan_loss" and hit.signature.where == "log":
-            if not _at_the_end(found, hit):
-                continue
-        elif not hit.signature.beside and found.went_on(hit.line):
+        if _is_dealt_with(found, hit, failed):
             continue
-        harmless = not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not alarms(hit.line.text)
-        if harmless or (nearness == PRINTED_WHY and DEALT_WITH.search(hit.line.text)):
-            continue
-        if nearness == PRINTED_WHY and hit.signature.where != "stderr" and hit.rank in own_by:
+        nearness, order, name = _nearness(hit), hit.line.order, hit.page.name
+        after_own = order > first_own and name in OF_ANOTHER | COMPARES
+        after_lost = order > lost and name in OF_ANOTHER and not hit.signature.names_rank
+        after_all = order > over or (over < NEVER and _ENDED_BY_IT.search(hit.line.text))
+        if nearness == PRINTED_WHY and hit.signature.where != "stderr" and hit.rank in own:
             # A program prints errors that it has dealt with; the exception that ended it says more.
-            nearness, order = RAISED, max(order, own_by[hit.rank] + 1)
-        if over is not None and (hit.line.order > over or _ENDED_BY_IT.search(hit.line.text)):
-            nearness = max(nearness, LOST_ANOTHER)
-        if lost is not None and lost < hit.line.order and hit.page.name in OF_ANOTHER and not hit.signature.names_rank:
-            nearness = max(nearness, LOST_ANOTHER)
-        if own is not None and own < hit.line.order and hit.page.name in OF_ANOTHER | COMPARES:
+            nearness, order = RAISED, max(order, own[hit.rank] + 1)
+        if after_own or after_lost or after_all:
             nearness = max(nearness, LOST_ANOTHER)
         # Under torchrun a task of the scheduler is an agent, not a rank.
         rank = None if elastic and hit.signature.where == "log" and hit.line.rank is None else hit.rank
         told = page("collective_mismatch") if hit.line.order in apart else hit.page
         yield Cause(nearness, order, told, hit.line, rank, signature=hit.signature, named=hit.named)
+
+
+def _is_dealt_with(found: Scan, hit: Hit, failed: bool) -> bool:
+    """Whether the job went on after that line, or only warned."""
+    if hit.page.name == "nan_loss" and hit.signature.where == "log":
+        return not _at_the_end(found, hit)
+    if found.went_on(hit.line):
+        return True
+    nearness = _nearness(hit)
+    harmless = not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not alarms(hit.line.text)
+    return harmless or (nearness == PRINTED_WHY and bool(DEALT_WITH.search(hit.line.text)))
+
+
+def _own(found: Scan) -> dict[int | None, int]:
+    """Where each rank first raised an exception itself that the catalog does not know, and did not go on."""
+    known = {hit.line.order for hit in found.hits}
+    first: dict[int | None, int] = {}
+    for raised in found.raised:
+        line = raised.line
+        reported = raised.type in _OF_LAUNCHERS | _WRAPPERS | _BY_ANOTHER or raised.type.endswith("Warning")
+        if line.order not in known and not reported and not found.went_on(line):
+            first.setdefault(line.rank, line.order)
+    return first
 
 
 def _apart(found: Scan) -> set[int]:
@@ -124,12 +136,6 @@ def _apart(found: Scan) -> set[int]:
             of_group = works.setdefault((work["group"] or "", work["number"]), {})
             of_group.setdefault(work["what"], []).append(hit.line.order)
     return {order for work in works.values() if len(work) > 1 for orders in work.values() for order in orders}
-
-
-def _is_own(found: Scan, raised: Raised) -> bool:
-    """Whether the process itself raised it, and did not go on."""
-    reported = raised.type in _OF_LAUNCHERS | _WRAPPERS | _BY_ANOTHER or raised.type.endswith("Warning")
-    return not reported and not found.went_on(raised.line)
 
 
 def _nearness(hit: Hit) -> int:
@@ -192,8 +198,8 @@ def _under_torchrun(found: Scan) -> bool:
 def left_early(found: Scan, possible: list[Cause]) -> Cause | None:
     """The line in which one rank says that it is done, and says so more often than the others, which wait for it."""
     # Once a process has ended, its launcher says that it is done, too.
-    ended = min((end.line.order for end in found.ends), default=None)
-    waited = {c.rank for c in possible if c.nearness == LOST_ANOTHER and (ended is None or c.order < ended)}
+    ended = min((end.line.order for end in found.ends), default=NEVER)
+    waited = {c.rank for c in possible if c.nearness == LOST_ANOTHER and c.order < ended}
     done = [c for c in possible if c.page is page("early_exit") and c.rank is not None]
     often = Counter(c.rank for c in done).most_common(2)
     if not often or often[0][0] in waited or (len(often) == 2 and often[0][1] == often[1][1]):
