@@ -72,8 +72,8 @@ def causes(found: Scan, warnings: bool = False) -> list[Cause]:
     """Every line that may be the cause, the likeliest first; also those that only warn of it, if `warnings`."""
     over = _first(found, lambda hit: hit.page.name in ENDS_ALL and not hit.signature.consequence)
     matched = list(_matched(found, over, warnings))
-    named = {(c.line.file, c.line.number) for c in matched}
-    raised = [c for c in _raised(found) if (c.line.file, c.line.number) not in named and c.order not in found.explained]
+    named = {cause.line.order for cause in matched}
+    raised = [cause for cause in _raised(found) if cause.order not in named]
     return sorted([*matched, *raised, *_ended(found, over < NEVER)], key=lambda c: c.weight)
 
 

@@ -113,7 +113,7 @@ def _judged(found: Scan) -> Diagnosis:
     if best.nearness == near.BESIDE:
         same = [best]
     rank = _culprit(best, same, found)
-    at = {(c.line.file, c.line.number) for c in same}
+    at = {(cause.line.file, cause.line.number) for cause in same}
     rivals = [c for c in possible if _competes(c, best)]
     followed = []
     for cause in possible:
@@ -166,7 +166,7 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
     if name in near.COMPARES and (len(ranks) != 1 or len(world) < 3):
         return None
     if not ranks or best.nearness == near.SUMMARY:
-        return _not_labelled(len({(c.line.file, c.line.number) for c in same}), best, found)
+        return _not_labelled(len({cause.line.order for cause in same}), best, found)
     if len(ranks) == 1:
         return ranks[0]
     return "every rank" if world <= set(ranks) == set(range(len(ranks))) else ranks

@@ -28,14 +28,12 @@ class Hit:
 class Scan:
     """What one or several logs say of a failure.
 
-    `explained`: exceptions of which the catalog knows the second line of the message; `cut`: where a traceback began that the
-    end of its file cut off; `tail`: the last lines of each file; `lines` counts all lines; `launches`: the line
-    at which the last launch in a file began, after another one that failed.
+    `cut`: where a traceback began that the end of its file cut off; `tail`: the last lines of each file; `lines` counts all
+    lines; `launches`: the line at which the last launch in a file began, after another one that failed.
     """
 
     hits: list[Hit] = field(default_factory=list)
     raised: list[Raised] = field(default_factory=list)
-    explained: set[int] = field(default_factory=set)
     ends: list[End] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
     cut: list[tuple[str, int]] = field(default_factory=list)

@@ -183,8 +183,6 @@ class _OneLog:
                 continue
             alone = signature.pattern.search(text) and self._match(page, signature, text, second, raised)
             told |= alone or self._match(page, signature, whole, first._replace(text=whole), raised)
-        if told:
-            self._into.explained.add(first.order)
         return told
 
     def _with_reported_rank(self, line: Line) -> Line:
