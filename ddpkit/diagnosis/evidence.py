@@ -39,13 +39,13 @@ class Words:
     `type` is the exception that it is about, `distance` how far it is from the failure itself: the smaller, the nearer.
     """
 
-    rank: int | None
-    place: str
-    file: str
-    first_line: int
-    type: str
-    text: str
-    distance: int
+    rank: int | None = None
+    place: str = ""
+    file: str = ""
+    first_line: int = 1
+    type: str = ""
+    text: str = ""
+    distance: int = 0
 
     def found(self, signature: Signature) -> Evidence | None:
         """The line in which `signature` matches, or None."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Literal
 
@@ -34,10 +34,10 @@ BY_TYPE_AND_TEXT, BY_TEXT, BY_GENERAL_TEXT, BY_SIGNAL, BY_VERDICT, BY_NOTHING_EL
 # The verdict is the whole story, whatever the logs say.
 _SETTLED = {"ended", "agent_killed", "stopped_process", "stale_addresses", "thread_died", "sent_a_signal"}
 # The ranks only stood still. "loader_stuck" is not among them: stderr is all that tells of a loader's worker that failed.
-_STANDSTILLS = {
-    *("left_early", "never_joined", "unmatched", "no_key", "straggler", "mismatch", "init_waiting"),
-    *("init_elsewhere", "stale_addresses", "all_waiting", "busy", "silent"),
-}
+_STANDSTILLS = set(
+    "left_early never_joined unmatched no_key straggler mismatch init_waiting init_elsewhere stale_addresses all_waiting "
+    "busy silent".split()
+)
 # torchrun's log may tell the cause. Where ddpkit ended the job itself, that log tells of nothing else.
 _TORCHRUN_KNOWS = {"agent_failed", "peer_lost", "gave_up", "unknown"}
 # These verdicts are complete without a rank at fault.
@@ -102,8 +102,8 @@ class Diagnosis:
 class _Match:
     page: Page
     signature: Signature
-    words: Words | None
     evidence: tuple[Evidence, ...]
+    words: Words = field(default_factory=Words)
 
     @property
     def weight(self) -> int:
@@ -126,11 +126,8 @@ def diagnose(ranks: Sequence[Rank], verdict: Verdict, torchrun_log: str = "") ->
     if verdict.kind == "mismatch" and verdict.culprit is None:
         # What a rank makes of the bytes of another collective, such as a size of 4e18, has no meaning.
         matches = [match for match in matches if any(each.verdict == "mismatch" for each in match.page.signatures)]
-    best = min(matches, key=lambda m: (m.weight, m.words.distance if m.words else 0, m.page.name), default=None)
-    others = []
-    for rank in ranks:
-        if verdict.roles[rank.rank] in ("consequence", "unknown"):
-            others.append(rank)
+    best = min(matches, key=lambda match: (match.weight, match.words.distance, match.page.name), default=None)
+    others = [rank for rank in ranks if verdict.roles[rank.rank] in ("consequence", "unknown")]
     return _diagnosis(best, matches, verdict, others)
 
 
@@ -155,10 +152,10 @@ def _is_certain(best: _Match, verdict: Verdict) -> bool:
     """Whether a rank at fault said so itself or died of it; of the verdict alone, whether that is certain."""
     if best.weight >= BY_VERDICT and not verdict.certain:
         return False
-    place = best.words.place if best.words else ""
     if verdict.kind in _NAMES_NOBODY:
-        return best.weight == BY_VERDICT or place == "torchrun"
-    return verdict.culprit is not None and (place in ("", "failure") or best.signature.where in ("stderr", "native"))
+        return best.weight == BY_VERDICT or best.words.place == "torchrun"
+    said_so = best.words.place in ("", "failure") or best.signature.where in ("stderr", "native")
+    return verdict.culprit is not None and said_so
 
 
 def _suspects(ranks: Sequence[Rank], verdict: Verdict) -> list[Rank]:
@@ -188,7 +185,7 @@ def _by_text(asked: Sequence[Words]) -> list[_Match]:
     for words in asked:
         for each, signature in all_signatures():
             if not signature.consequence and (evidence := words.found(signature)):
-                found.append(_Match(each, signature, words, (in_the_log(evidence, asked),)))
+                found.append(_Match(each, signature, (in_the_log(evidence, asked),), words))
     return [match for match in found if _may_speak(match, found)]
 
 
@@ -198,12 +195,11 @@ def _may_speak(match: _Match, found: Sequence[_Match]) -> bool:
     A program prints errors that it has dealt with. So beside an exception that says what happened, stderr counts only where
     the page asks for it by name.
     """
-    words = match.words
-    if words is None or words.place != "stderr" or not words.type or match.signature.where == "stderr":
+    if match.words.place != "stderr" or not match.words.type or match.signature.where == "stderr":
         return True
     for other in found:
-        general = other.words and other.words.place == "failure" and other.weight == BY_GENERAL_TEXT
-        if general and other.words and other.words.rank == words.rank:
+        of_rank = other.words.place == "failure" and other.words.rank == match.words.rank
+        if of_rank and other.weight == BY_GENERAL_TEXT:
             return True
     return False
 
@@ -216,7 +212,7 @@ def _by_signal(suspects: Sequence[Rank], verdict: Verdict) -> list[_Match]:
             continue
         for each, signature in all_signatures():
             if signature.signal == rank.signal.partition("+")[0]:
-                found.append(_Match(each, signature, None, (died(rank),)))
+                found.append(_Match(each, signature, (died(rank),)))
     return found
 
 
@@ -230,9 +226,9 @@ def _by_verdict(suspects: Sequence[Rank], verdict: Verdict) -> list[_Match]:
     found = []
     for each, signature in all_signatures():
         if signature.verdict == "own" and own:
-            found.append(_Match(each, signature, None, tuple(own)))
+            found.append(_Match(each, signature, tuple(own)))
         elif signature.verdict and signature.verdict == verdict.kind != "own":
-            found.append(_Match(each, signature, None, tuple(own if verdict.kind == "too_early" else seen)))
+            found.append(_Match(each, signature, tuple(own if verdict.kind == "too_early" else seen)))
     return found
 
 
