@@ -109,11 +109,12 @@ class _OneLog:
         words = [start for _, start, _ in self._words.automaton.find_matches_as_indexes(low)]
         if not self._attends and not words:
             return
-        for at, shape, raw in _rows(chunk, low):
+        alike = self._alike
+        for at, (shape, raw) in _rows(chunk, low):
             begin, end = end, end + len(raw) + 1
-            new = self._alike[shape] < MOST_ALIKE
+            new = alike[shape] < MOST_ALIKE
             if self._attends or (new and bisect_left(words, begin) < bisect_left(words, end)):
-                self._alike[shape] += 1
+                alike[shape] += 1
                 self._attends = max(0, self._attends - 1)
                 self._look(number + at, raw, raw.lower())
         if len(self._alike) > MOST_SHAPES:
@@ -228,18 +229,16 @@ class _OneLog:
                 self._into.progress.note(line, False)
 
 
-def _rows(chunk: bytes, low: bytes) -> Iterator[tuple[int, bytes, bytes]]:
-    """Each line, with the line feeds before it and what is left of it without digits.
+def _rows(chunk: bytes, low: bytes) -> Iterable[tuple[int, tuple[bytes, bytes]]]:
+    """The line feeds before each line, what is left of it without digits, and the line itself.
 
     A carriage return, which progress bars write, ends a line as well, but is not counted.
     """
     shapes = low.translate(None, DIGITS).split(b"\n")
-    for at, (shape, raw) in enumerate(zip(shapes, chunk.split(b"\n"), strict=True)):
-        if b"\r" not in raw:
-            yield at, shape, raw
-            continue
-        for pair in zip(shape.split(b"\r"), raw.split(b"\r"), strict=True):
-            yield at, *pair
+    rows = enumerate(zip(shapes, chunk.split(b"\n"), strict=True))
+    if b"\r" not in chunk:
+        return rows
+    return ((at, pair) for at, row in rows for pair in zip(*(part.split(b"\r") for part in row), strict=True))
 
 
 def _keep(found: list[Any], one: Any) -> None:
