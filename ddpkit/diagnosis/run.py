@@ -35,8 +35,8 @@ BY_TYPE_AND_TEXT, BY_TEXT, BY_GENERAL_TEXT, BY_SIGNAL, BY_VERDICT, BY_NOTHING_EL
 _SETTLED = {"ended", "agent_killed", "stopped_process", "stale_addresses", "thread_died", "sent_a_signal"}
 # The ranks only stood still. "loader_stuck" is not among them: stderr is all that tells of a loader's worker that failed.
 _STANDSTILLS = set(
-    "left_early never_joined unmatched no_key straggler mismatch init_waiting init_elsewhere stale_addresses all_waiting "
-    "busy silent".split()
+    "left_early never_joined unmatched no_key straggler mismatch init_waiting init_elsewhere stale_addresses "
+    "all_waiting busy silent".split()
 )
 # torchrun's log may tell the cause. Where ddpkit ended the job itself, that log tells of nothing else.
 _TORCHRUN_KNOWS = {"agent_failed", "peer_lost", "gave_up", "unknown"}

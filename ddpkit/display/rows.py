@@ -1,4 +1,4 @@
-"""One row for each rank of a job that stands still or has ended, in words; text, HTML and the live view show these rows."""
+"""One row for each rank of a job that stands still or has ended, in words; every form of showing it has these rows."""
 
 from __future__ import annotations
 

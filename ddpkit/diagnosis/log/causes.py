@@ -86,7 +86,7 @@ def _matched(found: Scan, over: float, warnings: bool) -> Iterator[Cause]:
     elastic, apart, own = _under_torchrun(found), _apart(found), _own(found)
     failed = warnings or bool(found.raised) or any(end.exitcode for end in found.ends)
     first_own = min(own.values(), default=NEVER)
-    lost = _first(found, lambda hit: hit.signature.consequence)
+    lost = _first(found, lambda hit: hit.signature.consequence or hit.page.name == "node_lost")
     for hit in found.hits:
         if _is_dealt_with(found, hit, failed):
             continue
@@ -109,7 +109,8 @@ def _is_dealt_with(found: Scan, hit: Hit, failed: bool) -> bool:
     """Whether the job went on after that line, or only warned."""
     if hit.page.name == "nan_loss" and hit.signature.where == "log":
         return not _at_the_end(found, hit)
-    if found.went_on(hit.line):
+    # A rank may say that it is done long before the others miss it.
+    if not hit.signature.beside and found.went_on(hit.line):
         return True
     nearness = _nearness(hit)
     harmless = not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not alarms(hit.line.text)

@@ -28,8 +28,8 @@ class Hit:
 class Scan:
     """What one or several logs say of a failure.
 
-    `cut`: where a traceback began that the end of its file cut off; `tail`: the last lines of each file; `lines` counts all
-    lines; `launches`: the line at which the last launch in a file began, after another one that failed.
+    `cut`: where a traceback began that the end of its file cut off; `tail`: the last lines of each file; `lines` counts
+    all lines; `launches`: the line at which the last launch in a file began, after another one that failed.
     """
 
     hits: list[Hit] = field(default_factory=list)
