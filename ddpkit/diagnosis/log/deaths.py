@@ -24,7 +24,7 @@ _NAMES = {
 }
 # A launcher that says it got a SIGTERM passes it on; it did not die of it.
 _SIGNAL = re.compile(
-    r"(?:(?:terminated|killed|died|received|exited)(?: with| by| from| on)? signal:? "
+    r"(?:(?:terminated|killed|died|exited)(?: with| by| from| on)? signal:? |received signal:? (?=SIG)"
     r"|died with <Signals\.|Signal (?=\d+ \())"
     r"(?:(?P<number>\d{1,2})\b|(?P<name>SIG(?!TERM)[A-Z]+))"
     rf"|(?:^|[:\d]\s+)(?P<words>{'|'.join(_NAMES)})"

@@ -49,7 +49,7 @@ class Raised:
 
 @dataclass
 class _Open:
-    """A traceback that has not come to its exception yet; torchrun's summary and some loggers indent it by a `margin`."""
+    """A traceback that has not come to its exception yet; torchrun's summary and some loggers indent it by `margin`."""
 
     writer: tuple[int | None, str]
     began: int
