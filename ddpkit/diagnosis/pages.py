@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from itertools import chain, groupby
+from itertools import groupby
 
 PAGE, LAB = "page.md", "lab.toml"
 FENCE = "+++"
@@ -100,8 +100,9 @@ class Page:
     def links(self) -> str:
         """Its labs and its notebook, in words; "" where there are none."""
         labs = ", ".join(f'`FixBench("{name}")`' for name in self.labs)
-        parts = [f"Break it and mend it: {labs}."] if labs else []
-        return " ".join([*parts, *([f"Notebook: `notebooks/{self.notebook}.ipynb`."] if self.notebook else [])])
+        in_labs = f"Break it and mend it: {labs}." if labs else ""
+        in_notebook = f"Notebook: `notebooks/{self.notebook}.ipynb`." if self.notebook else ""
+        return f"{in_labs} {in_notebook}".strip()
 
     def _repr_markdown_(self) -> str:
         return self._below(f"# {self.title}\n\n`{self.name}`")
@@ -121,13 +122,16 @@ class Contents:
 
     def __repr__(self) -> str:
         width = max(len(p.name) for p in self.pages)
-        return "\n\n".join(
-            "\n".join([f, *(f"  {p.name:<{width}}  {p.title}" for p in some)]) for f, some in self._families()
-        )
+        lines = []
+        for family, some in self._families():
+            lines += ["", family, *(f"  {p.name:<{width}}  {p.title}" for p in some)]
+        return "\n".join(lines[1:])
 
     def _repr_markdown_(self) -> str:
-        rows = [[f"| *{f}* | |", *(f"| `{p.name}` | {p.title} |" for p in some)] for f, some in self._families()]
-        return "\n".join(["| failure | |", "|:--|:--|", *chain.from_iterable(rows)])
+        rows = ["| failure | |", "|:--|:--|"]
+        for family, some in self._families():
+            rows += [f"| *{family}* | |", *(f"| `{p.name}` | {p.title} |" for p in some)]
+        return "\n".join(rows)
 
     def _families(self) -> Iterator[tuple[str, Iterator[Page]]]:
         return groupby(sorted(self.pages, key=lambda p: (p.family, p.name)), key=lambda p: p.family)
