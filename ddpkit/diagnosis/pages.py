@@ -189,6 +189,8 @@ def read_pages(folder: Traversable) -> tuple[Page, ...]:
             source = each.joinpath(PAGE).read_text(encoding="utf-8")
             _, head, text = source.split(f"{FENCE}\n", 2)
             told = tomllib.loads(head)
-            told["signatures"] = tuple(Signature(**table) for table in told.get("signatures", ()))
-            found.append(Page(each.name, text=text.strip() + "\n", labs=tuple(labs.get(each.name, ())), **told))
+            about = told["title"], told["family"], told["seen_with"]
+            signatures = tuple(Signature(**table) for table in told.get("signatures", ()))
+            runnable = tuple(labs.get(each.name, ()))
+            found.append(Page(each.name, *about, signatures, text.strip() + "\n", told.get("notebook", ""), runnable))
     return tuple(found)
