@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "cli": "course diagnosis diagnosis.log errors launcher machine processes watcher",
     "course": "diagnosis display errors launcher run runfolder",
     "launcher": "diagnosis display errors machine processes run runfolder settings watcher",
-    "watcher": "diagnosis display machine processes run runfolder verdict",
+    "watcher": "display machine processes run runfolder verdict",
     "run": "diagnosis display processes runfolder verdict",
     "display": "diagnosis errors runfolder verdict",
     "diagnosis.log": "diagnosis errors run runfolder verdict",
