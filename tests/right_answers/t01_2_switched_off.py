@@ -7,12 +7,12 @@ def answer(connect):
     works = []
 
     def log(**values):
-        for tracker in works[:]:
-            attempt(lambda: tracker.log(**values))
+        if works:
+            attempt(works[0].log, **values)
 
-    def attempt(does):
+    def attempt(does, **values):
         try:
-            return does()
+            return does(**values)
         except Exception as error:
             works.clear()
             print(f"not tracked: {error}")
