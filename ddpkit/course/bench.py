@@ -145,7 +145,7 @@ class FixBench:
         """Run the script with the remedies of these `names`, or the text `edit` instead of it; without either, as it is.
 
         Args:
-            predict: "cures", "fails", "hangs" or "passes but wrong", by default what `predict` was told for the one remedy;
+            predict: one of `trial.PREDICTIONS`, such as "hangs", by default what `predict` was told for the one remedy;
                 `response` of the result says whether that was right.
             show: as for `launch`.
 

@@ -1,0 +1,48 @@
+"""Each sample parses the whole file again, so the model waits for its data."""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from ddpkit.rank import report, setup
+
+
+class Rows(Dataset):
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 25 * 16
+
+    def __getitem__(self, index):
+        values = torch.tensor(json.loads(self.path.read_text())[index])
+        return values[:32], values[32:]
+
+
+with setup() as here, tempfile.TemporaryDirectory() as folder:
+    torch.manual_seed(0)
+    path = Path(folder, "rows.json")
+    path.write_text(json.dumps(torch.randn(25 * 16, 33).tolist()))
+    data = Rows(path)
+    mine = DistributedSampler(data, here.world_size, here.rank, shuffle=False)
+    loader = DataLoader(data, batch_size=16 // here.world_size, sampler=mine)
+    ddp = DDP(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1)).to(here.device))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    times, ended = [], time.perf_counter()
+    for x, y in loader:
+        asked, came = ended, time.perf_counter()
+        loss = nn.functional.mse_loss(ddp(x.to(here.device)), y.to(here.device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ended = time.perf_counter()
+        times.append((came - asked, ended - came))
+    print(f"{len(times)} steps")
+    shares = sorted(waited / (waited + worked) for waited, worked in times)
+    report(times=times, wasted=shares[len(shares) // 2])
