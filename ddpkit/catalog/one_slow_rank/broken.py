@@ -24,7 +24,7 @@ with setup() as here:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with CommProfiler(ddp) as comm:
         for _step in range(25):
-            lengths = [*torch.randint(5, 20, (4,)).tolist(), *torch.randint(200, 400, (4,)).tolist()]
+            lengths = [*torch.randint(5, 20, (4,)).tolist(), *torch.randint(100, 200, (4,)).tolist()]
             batch = [torch.randint(100, (length,)) for length in lengths]
             batch.sort(key=len)
             share = len(batch) // here.world_size
@@ -35,5 +35,6 @@ with setup() as here:
             loss.backward()
             optimizer.step()
     told = comm.stats()
-    print(f"{told['passes']} steps")
+    if here.rank == 0:
+        print(comm.table())
     report(comm=told, wasted=max(rank["waited_ms"] for rank in told["ranks"]) / told["step_ms"])

@@ -4,6 +4,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import nn
@@ -43,6 +44,4 @@ with setup() as here, tempfile.TemporaryDirectory() as folder:
         optimizer.step()
         ended = time.perf_counter()
         times.append((came - asked, ended - came))
-    print(f"{len(times)} steps")
-    shares = sorted(waited / (waited + worked) for waited, worked in times)
-    report(times=times, wasted=shares[len(shares) // 2])
+    report(times=times, wasted=median(waited / (waited + worked) for waited, worked in times))
