@@ -101,7 +101,7 @@ class Lab:
         self.token = uuid.uuid4().hex
         self.port = free_port()
         settings = [f"--port={self.port}", f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={root}"]
-        quiet = ["--no-browser", "--LabApp.news_url=None", "--ServerApp.port_retries=0"]
+        quiet = ["--no-browser", "--LabApp.news_url=None", "--ServerApp.port_retries=0", "--expose-app-in-browser"]
         as_root = ["--allow-root"] if os.geteuid() == 0 else []
         notices = root / ".jupyter/JUPYTER_CONFIG_DIR/lab/user-settings/@jupyterlab/apputils-extension"
         notices.mkdir(parents=True)
@@ -148,11 +148,15 @@ class Lab:
         page.wait_for_selector(
             ".jp-NotebookPanel .jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=PATIENCE_MS
         )
-        self.settle(page)
-
-    def settle(self, page: Any) -> None:
-        """JupyterLab shows no sign of when its connection to the kernel has settled; until then it may drop a run."""
-        page.wait_for_timeout(4_000)
+        # Until its connection to the kernel has settled JupyterLab may drop a run, or the widget that a run shows.
+        page.evaluate(
+            """async () => {
+                const context = jupyterapp.shell.currentWidget.sessionContext;
+                await context.ready;
+                await context.session.kernel.info;
+                for (let i = 0; i < 2; i++) await context.session.kernel.requestCommInfo({});
+            }"""
+        )
 
     def end_kernels(self) -> None:
         """Shut the kernels down over the server's own interface."""
@@ -213,6 +217,8 @@ def page(browser: Any, shots: Path) -> Iterator[Any]:
     opened = browser.new_page(viewport={"width": 1280, "height": 1000})
     opened.set_default_timeout(PATIENCE_MS)
     yield opened
+    # pytest shows this where the test failed.
+    print(opened.locator("#jp-main-dock-panel").inner_text())
     opened.screenshot(path=shots / "last.png")
     opened.close()
 

@@ -54,6 +54,16 @@ class Program:
         self._known[path] = found
         return found
 
+    def skipped_by(self, path: Sequence[str], loop: str) -> int:
+        """The line of the `continue` by which a turn of that loop may skip a line in it; 0 if there is none."""
+        loop_file, first = self._at(loop)
+        for place in path:
+            file, line = self._at(place)
+            for node in file.nodes if file is loop_file and first in file.loops_around(line) else ():
+                if isinstance(node, ast.Continue) and node.lineno < line and file.loops_around(node.lineno)[0] == first:
+                    return node.lineno
+        return 0
+
     def if_about_rank(self, path: Sequence[str]) -> str:
         """`line 12: if me == 0`: the `if` about the rank that leads to a line; "" if none does."""
         for place in path:

@@ -118,10 +118,8 @@ def _reported(f: Facts) -> str:
 
 def _differs(f: Facts) -> str:
     if not f.found.ranks:
-        all_groups = (
-            "Every rank must make all groups, also those that it is not in. " if f.found.rule == "groups" else ""
-        )
-        return all_groups + _UNTOLD
+        all_groups = "Every rank must make all groups, also those that it is not in. "
+        return f"{all_groups if f.found.rule == 'groups' else ''}{_UNTOLD}"
     return "no two of them agree." if f.who == "every rank" else f"{_do(f.found.ranks, 'differs', 'differ')} from most."
 
 
@@ -208,7 +206,9 @@ def _loop(f: Facts) -> str:
     inner = next(call for call in f.found.calls.values() if now and loop in now.loops(call))
     file, _, line = loop.rpartition(":")
     other_file = f" of {Path(file).name}" if inner.where and inner.where.elsewhere else ""
-    return f"{said} the loop in line {line}{other_file}; {_turns(f, inner)}."
+    skipped_by = now.program.skipped_by(inner.path, loop) if now else 0
+    why = f": line {skipped_by} (continue) may skip it, in which turn is not recorded" if skipped_by else ""
+    return f"{said} the loop in line {line}{other_file}; {_turns(f, inner)}{why}."
 
 
 def _turns(f: Facts, call: Collective) -> str:
