@@ -46,8 +46,7 @@ class Outcome:
         """cures, fails, hangs, stopped, wrong, or slow: by its own report a job wastes more than half of its steps."""
         if not self.run.ok:
             return {"failed": "fails", "stopped": "stopped"}.get(self.run.state, "hangs")
-        sharded = self.replicas_apart is None and any(r.sharded for r in steps.recorded(self.run.ranks))
-        equal = sharded or steps.equal(self.replicas_apart)
+        equal = steps.equal(self.replicas_apart) or any(r.sharded for r in steps.recorded(self.run.ranks))
         if not equal or (self.comparable and not steps.equal(self.off_one_process)):
             return "wrong"
         return "slow" if any(told.get("wasted", 0) > 0.5 for told in self.run.reported.values()) else "cures"
