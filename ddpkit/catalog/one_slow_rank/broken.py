@@ -23,8 +23,8 @@ with setup() as here:
     ddp = DDP(Reader().to(here.device))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with CommProfiler(ddp) as comm:
-        for _step in range(25):
-            lengths = [*torch.randint(5, 20, (4,)).tolist(), *torch.randint(100, 200, (4,)).tolist()]
+        for _step in range(22):
+            lengths = [*torch.randint(5, 20, (4,)).tolist(), *torch.randint(200, 300, (4,)).tolist()]
             batch = [torch.randint(100, (length,)) for length in lengths]
             batch.sort(key=len)
             share = len(batch) // here.world_size
