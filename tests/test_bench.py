@@ -61,14 +61,16 @@ def test_where_a_lab_cannot_be_had_its_bench_holds_a_recorded_run(
 
 def test_every_lab_is_whole() -> None:
     for lab in labs():
-        assert lab.expect in ("fails", "hangs", "silent"), lab.name
+        assert lab.expect in ("fails", "hangs", "silent", "slow"), lab.name
         assert len(lab.remedies) >= 2, lab.name
         assert patched(lab.program, [*lab.remedy(lab.plain).edits, *lab.reference])
         for remedy in lab.remedies:
             assert len(remedy.title) <= 64 and remedy.title[-1] not in ".!", f"{lab.name}: {remedy.title}"
             assert remedy.edits or remedy.env, f"{lab.name}.{remedy.name} changes nothing"
             assert not remedy.edits or patched(lab.program, remedy.edits) != lab.program
-            assert remedy.ends in {"cure": [""], "costly": [""], "decoy": ["fails", "hangs", "wrong"]}[remedy.kind]
+            assert (
+                remedy.ends in {"cure": [""], "costly": [""], "decoy": ["fails", "hangs", "wrong", "slow"]}[remedy.kind]
+            )
 
 
 def test_the_diff_is_numbered_escaped_and_folded() -> None:

@@ -32,7 +32,9 @@ def ddpkit_explain(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("each", pages(), ids=lambda p: p.name)
 def test_a_page_is_whole(each: Page) -> None:
     assert each.title and each.seen_with
-    assert each.signatures or lab(each.name).expect == "silent", "only what no message tells of has no signature"
+    assert each.signatures or lab(each.name).expect in ("silent", "slow"), (
+        "only what no message tells of has no signature"
+    )
     headings = [line.removeprefix("## ") for line in each.text.splitlines() if line.startswith("## ")]
     assert headings == SECTIONS
     assert len(each.text.splitlines()) <= 60, "a page is read at 2 a.m."

@@ -126,7 +126,8 @@ class FixBench:
 
         In a notebook these are widgets. Where $DDPKIT_ANSWERS names a TOML file, its table for this lab answers.
         """
-        questions = [Question(self.lab.remedy(name).title, PREDICTIONS) for name in names]
+        offered = PREDICTIONS if self.lab.expect == "slow" else PREDICTIONS[:-1]
+        questions = [Question(self.lab.remedy(name).title, offered) for name in names]
         for name in names:
             self._predicted.setdefault(name, "")
         asked = Answer(
@@ -145,7 +146,7 @@ class FixBench:
         """Run the script with the remedies of these `names`, or the text `edit` instead of it; without either, as it is.
 
         Args:
-            predict: "cures", "fails", "hangs" or "passes but wrong", by default what `predict` was told for the one remedy;
+            predict: one of `trial.PREDICTIONS`, such as "hangs", by default what `predict` was told for the one remedy;
                 `response` of the result says whether that was right.
             show: as for `launch`.
 

@@ -8,7 +8,7 @@ from typing import Any
 from .exercises import seed
 from .lab import Remedy, lab
 
-ENDS = {"fails": "the job fails", "hangs": "the job hangs", "wrong": "the job passes, and is wrong"}
+ENDS = {"fails": "the job fails", "hangs": "the job hangs", "wrong": "it passes, and is wrong", "slow": "it stays slow"}
 
 
 def mismatch(given: Any, wanted: dict[str, Any], program: str, nproc: int) -> str:

@@ -35,8 +35,8 @@ class Remedy:
 
     `elsewhere`: the edits for a program of the reader's own, if `edits` fit the lab's program alone.
     `kind`: a "cure" cures, a "costly" one cures at a price that `why` names, a "decoy" does not, and then `ends` says how
-    the job ends: "fails", "hangs", or "wrong", which is to pass and be wrong. `keeps`: whether the training stays the same,
-    so that one process can be compared with. `source`: where it is recommended, by the ids of docs/coverage.md.
+    the job ends: "fails", "hangs", "wrong" or "slow". `keeps`: whether the training stays the same, so that one process
+    can be compared with. `source`: where it is recommended, by the ids of docs/coverage.md.
     """
 
     name: str
@@ -66,8 +66,8 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Lab:
-    """A failure that can be run. `program` is the script; `expect` how it ends: "fails", "hangs", or "silent", which is to
-    pass and be wrong; `culprit` and `page` are what the run must say, and `plain` names the remedy that is the same
+    """A failure that can be run. `program` is the script; `expect` how it ends: "fails", "hangs", "silent", which is to
+    pass and be wrong, or "slow"; `culprit` and `page` are what the run must say, and `plain` names the remedy that is the same
     training without the fault. `reference` holds the edits that make the plain script train in one process."""
 
     name: str

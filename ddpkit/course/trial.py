@@ -20,7 +20,7 @@ from ddpkit.runfolder import steps, wire
 
 from .lab import Lab, Remedy, patched
 
-PREDICTIONS = ("cures", "fails", "hangs", "passes but wrong")
+PREDICTIONS = ("cures", "fails", "hangs", "passes but wrong", "passes but slow")
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,25 @@ class Outcome:
 
     @property
     def cures(self) -> bool:
-        """Whether the job passed, its replicas are equal, and so is the result of one process, where that is comparable."""
-        if not self.run.ok or (self.comparable and not steps.equal(self.off_one_process)):
-            return False
-        if self.replicas_apart is None:
-            return any(record.sharded for record in steps.recorded(self.run.ranks))
-        return steps.equal(self.replicas_apart)
+        """Whether the job passed and is not slow, with equal replicas, and as one process, where that is comparable."""
+        return self.ends == "cures"
 
     @property
     def ends(self) -> str:
-        """cures, fails, hangs, stopped or wrong: a job that passes and is not right."""
-        if self.cures:
-            return "cures"
-        return {"failed": "fails", "passed": "wrong", "stopped": "stopped"}.get(self.run.state, "hangs")
+        """cures, fails, hangs, stopped, wrong, or slow: by its own report a job wastes more than half of its steps."""
+        if not self.run.ok:
+            return {"failed": "fails", "stopped": "stopped"}.get(self.run.state, "hangs")
+        equal = steps.equal(self.replicas_apart) or any(r.sharded for r in steps.recorded(self.run.ranks))
+        if not equal or (self.comparable and not steps.equal(self.off_one_process)):
+            return "wrong"
+        return "slow" if any(told.get("wasted", 0) > 0.5 for told in self.run.reported.values()) else "cures"
 
     @property
     def words(self) -> str:
         """The verdict in a few words, the same in every run."""
         if self.ends in ("fails", "hangs"):
             return f"{self.ends}{_who(self.run)}"
-        return f"passes, and {self.compared}" if self.ends == "wrong" else self.ends
+        return f"passes, and {self.compared}" if self.ends in ("wrong", "slow") else self.ends
 
     @property
     def compared(self) -> str:
@@ -68,8 +67,8 @@ class Outcome:
             return f"the replicas are {self.replicas_apart:.2g} apart"
         if self.off_one_process is not None and not steps.equal(self.off_one_process):
             return f"the result is {self.off_one_process:.2g} off what one process computes"
-        if self.ends == "wrong":
-            return "there is nothing to compare"
+        if self.ends in ("wrong", "slow"):
+            return "more than half of each step is wasted" if self.ends == "slow" else "there is nothing to compare"
         if self.replicas_apart is None:
             return "the result is that of one process" if self.comparable else "each rank holds its own shard"
         return "the replicas are equal to each other" + (" and to one process" if self.comparable else "")
@@ -139,14 +138,14 @@ class Result:
     @property
     def came(self) -> str:
         """How it ended, in the words of a prediction, or "stopped"."""
-        return "passes but wrong" if self.outcome.ends == "wrong" else self.outcome.ends
+        return f"passes but {self.outcome.ends}" if self.outcome.ends in ("wrong", "slow") else self.outcome.ends
 
     @property
     def response(self) -> str:
         """Whether the prediction was right, with the evidence that decides; "" where nothing was predicted."""
         if not self.predicted or self.came == "stopped":
             return self.predicted and "It was stopped before it could tell."
-        said, came = (words.replace("but wrong", "but is wrong") for words in (self.predicted, self.came))
+        said, came = (words.replace("but ", "but is ") for words in (self.predicted, self.came))
         head = f"As you said, it {came}" if said == came else f"You said it {said}; it {came}"
         return f"{head}: {self.outcome.evidence}."
 
