@@ -29,7 +29,9 @@ from ddpkit.runfolder import wire
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.xdist_group("browser")]
 
 ROOT = Path(__file__).parents[1]
-COURSE = [p for p in sorted((ROOT / "notebooks").glob("*.ipynb")) if p.name[:2] in ("02", "03", "04", "05", "06", "07")]
+COURSE = [
+    p for p in sorted((ROOT / "notebooks").glob("*.ipynb")) if p.name[:2] in ("02", "03", "04", "05", "06", "07", "09")
+]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = "--no-sandbox --disable-gpu --disable-quic --disable-background-networking --disable-component-update --disable-sync"
 PATIENCE_MS = 120_000
