@@ -13,13 +13,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 def own_host(rank, store):
     """Give this process a host of its own, with one cable to the other rank's: its eth0 is 10.0.0.1 or 10.0.0.2."""
-    new_network = 0x40000000
-    if ctypes.CDLL(None).unshare(new_network) != 0:
-        raise PermissionError("a network namespace needs root")
+    assert ctypes.CDLL(None).unshare(0x40000000) == 0, "a network namespace needs root"
     store.set(f"host of {rank}", str(os.getpid()))
     if rank == 0:
-        other = store.get("host of 1").decode()
-        run(f"ip link add eth0 type veth peer name eth0 netns {other}")
+        run(f"ip link add eth0 type veth peer name eth0 netns {store.get('host of 1').decode()}")
         store.set("cable", "in")
     store.wait(["cable"])
     run(f"ip addr add 10.0.0.{rank + 1}/24 dev eth0; ip link set eth0 up; ip link set lo up")
