@@ -17,7 +17,9 @@ from test_kernel import kernel
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks" / "08_backends_and_network.ipynb"
 MADE = "ip link add eth0 type veth peer name eth1 && ip rule add ipproto tcp blackhole && test -w /dev/net/tun"
-MAY = shutil.which("unshare") and not subprocess.run(["unshare", "-n", "sh", "-c", MADE], capture_output=True).returncode
+MAY = (
+    shutil.which("unshare") and not subprocess.run(["unshare", "-n", "sh", "-c", MADE], capture_output=True).returncode
+)
 
 pytestmark = [
     pytest.mark.job,
@@ -39,7 +41,7 @@ def namespaces() -> set[str]:
 def interfaces() -> list[str]:
     """The interfaces of this host, by name, and its routing rules."""
     told = [subprocess.run(["ip", "-json", what], capture_output=True, text=True).stdout for what in ("link", "rule")]
-    return sorted(link["ifname"] for link in json.loads(told[0])) + [told[1]]
+    return [*sorted(link["ifname"] for link in json.loads(told[0])), told[1]]
 
 
 def cell(name: str) -> str:

@@ -51,5 +51,9 @@ def judge(returned, seed):
         if any(t["calls"] for t in told):
             return "a collective", "the store alone: there is no process group yet", "store.set and store.get"
     if any(r["swallows"] for r in ranks):
-        return "an answer, though the store was gone", "the store's exception", "what catches exceptions in your function"
+        return (
+            "an answer, though the store was gone",
+            "the store's exception",
+            "what catches exceptions in your function",
+        )
     return None
