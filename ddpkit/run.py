@@ -7,9 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .diagnosis.rows import Row, rows
 from .diagnosis.run import Diagnosis, diagnose, of_replicas
-from .display.lane_words import with_words
+from .display.rows import Row, rows, with_words
 from .display.text import as_text, headline, ranks_counted
 from .runfolder import wire
 from .runfolder.account import Account, Ending, read_account, returned_values

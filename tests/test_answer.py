@@ -90,7 +90,7 @@ def test_a_file_answers_where_nobody_reads(hidden: Run, tmp_path: Path, monkeypa
     assert [one.right for one in hidden.answers] == [True, True]
     with pytest.raises(LaunchError, match="has no answers for '02'"):
         ddpkit.answer(hidden, "02")
-    with pytest.raises(LaunchError, match="no questions for lesson '99'; there are for 02"):
+    with pytest.raises(LaunchError, match="no questions for lesson '99'; there are for 01, 02"):
         ddpkit.answer(hidden, "99")
 
 

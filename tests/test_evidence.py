@@ -13,8 +13,9 @@ import pytest
 from test_records import recorded_run, write_rank, write_run
 
 from ddpkit import Run
-from ddpkit.diagnosis.rows import first_paragraph, rows, short_file
 from ddpkit.display.html import as_html
+from ddpkit.display.rows import rows
+from ddpkit.display.text import first_paragraph, short_file
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.frames import Frame
 from ddpkit.watcher.look import gather_stacks, withdraw

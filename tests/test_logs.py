@@ -151,8 +151,8 @@ def test_a_log_can_be_searched_for_every_signature() -> None:
     ("pattern", "words"),
     [
         ("CUDA out of memory", {"cuda out of memory"}),
-        (r"(CUDA|HIP) out of memory", {" out of memory"}),
-        (r"(?i)loss (is|became) nan", {"loss is", "loss became"}),
+        (r"(CUDA|HIP) out of memory", {"cuda out of memory", "hip out of memory"}),
+        (r"(?i)loss (is|became) nan", {"loss is nan", "loss became nan"}),
         (r"[Ss]ocket +timeout", {"timeout"}),
         (r"in rebuild_storage_fd\n[\s\S]*Errno 24", {"in rebuild_storage_fd"}),
         (r"\d+ a \d+", set()),

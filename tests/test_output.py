@@ -14,7 +14,7 @@ import pytest
 from conftest import BLOCKED, needs_record, wait_for, wait_for_line
 
 import ddpkit
-from ddpkit.diagnosis.rows import Row, Standstill
+from ddpkit.display.rows import Row, Standstill
 from ddpkit.display.sink import Line, Now
 from ddpkit.display.terminal import TextSink
 from ddpkit.launcher import target

@@ -12,7 +12,7 @@ from test_evidence import TOLD, found, hung_run
 from test_records import recorded_run, write_rank, write_run
 
 from ddpkit import Run
-from ddpkit.diagnosis.rows import rows
+from ddpkit.display.rows import rows
 from ddpkit.display.timeline import Lane, lanes
 from ddpkit.runfolder import wire
 

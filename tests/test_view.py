@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from conftest import wait_for
 
-from ddpkit.diagnosis.rows import Row, Standstill
 from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.display.lane_feed import GAP, MOST_PENDING, MOST_REMEMBERED, MOST_SAMPLES, LaneFeed
+from ddpkit.display.rows import Row, Standstill
 from ddpkit.display.sink import Line, Now, RankNow
 from ddpkit.display.view import RunView, hear_clicks_while_busy
 from ddpkit.runfolder.failures import Failure

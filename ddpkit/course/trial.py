@@ -8,8 +8,8 @@ from functools import cached_property
 from html import escape
 from typing import Any
 
-from ddpkit.diagnosis.rows import Row
 from ddpkit.display.html import table_row
+from ddpkit.display.rows import Row
 from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
 from ddpkit.launcher.launcher import start

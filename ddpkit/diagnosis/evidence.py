@@ -11,7 +11,7 @@ from ddpkit.runfolder.failures import Failure
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import shortened, stable
 
-from .pages import Signature, pages
+from .pages import Signature, all_signatures
 
 STDERR_TAIL = 1 << 18  # characters
 
@@ -39,13 +39,13 @@ class Words:
     `type` is the exception that it is about, `distance` how far it is from the failure itself: the smaller, the nearer.
     """
 
-    rank: int | None
-    place: str
-    file: str
-    first_line: int
-    type: str
-    text: str
-    distance: int
+    rank: int | None = None
+    place: str = ""
+    file: str = ""
+    first_line: int = 1
+    type: str = ""
+    text: str = ""
+    distance: int = 0
 
     def found(self, signature: Signature) -> Evidence | None:
         """The line in which `signature` matches, or None."""
@@ -133,7 +133,7 @@ def last_seen(rank: Rank) -> Evidence | None:
 def consequence(rank: Rank) -> Evidence | None:
     """What the rank said because of another one's failure: a line that a page calls a consequence, else one that it knows."""
     words = words_of(rank)
-    known = [s for page in pages() for s in page.signatures if s.text and not s.general]
+    known = [signature for _, signature in all_signatures() if signature.text and not signature.general]
     for signature in sorted(known, key=lambda s: not s.consequence):
         for each in words:
             if found := each.found(signature):

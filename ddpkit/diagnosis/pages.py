@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from itertools import chain, groupby
+from itertools import groupby
 
 PAGE, LAB = "page.md", "lab.toml"
 FENCE = "+++"
@@ -100,17 +100,18 @@ class Page:
     def links(self) -> str:
         """Its labs and its notebook, in words; "" where there are none."""
         labs = ", ".join(f'`FixBench("{name}")`' for name in self.labs)
-        parts = [f"Break it and mend it: {labs}."] if labs else []
-        return " ".join([*parts, *([f"Notebook: `notebooks/{self.notebook}.ipynb`."] if self.notebook else [])])
+        in_labs = f"Break it and mend it: {labs}." if labs else ""
+        in_notebook = f"Notebook: `notebooks/{self.notebook}.ipynb`." if self.notebook else ""
+        return f"{in_labs} {in_notebook}".strip()
 
     def _repr_markdown_(self) -> str:
-        return (
-            f"# {self.title}\n\n`{self.name}` · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip()
-            + "\n"
-        )
+        return self._below(f"# {self.title}\n\n`{self.name}`")
 
     def __repr__(self) -> str:
-        return f"{self.title}\n{self.name} · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip() + "\n"
+        return self._below(f"{self.title}\n{self.name}")
+
+    def _below(self, heading: str) -> str:
+        return f"{heading} · seen with: {self.seen_with}\n\n{self.text}\n{self.links}".rstrip() + "\n"
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,13 +122,16 @@ class Contents:
 
     def __repr__(self) -> str:
         width = max(len(p.name) for p in self.pages)
-        return "\n\n".join(
-            "\n".join([f, *(f"  {p.name:<{width}}  {p.title}" for p in some)]) for f, some in self._families()
-        )
+        lines = []
+        for family, some in self._families():
+            lines += ["", family, *(f"  {p.name:<{width}}  {p.title}" for p in some)]
+        return "\n".join(lines[1:])
 
     def _repr_markdown_(self) -> str:
-        rows = [[f"| *{f}* | |", *(f"| `{p.name}` | {p.title} |" for p in some)] for f, some in self._families()]
-        return "\n".join(["| failure | |", "|:--|:--|", *chain.from_iterable(rows)])
+        rows = ["| failure | |", "|:--|:--|"]
+        for family, some in self._families():
+            rows += [f"| *{family}* | |", *(f"| `{p.name}` | {p.title} |" for p in some)]
+        return "\n".join(rows)
 
     def _families(self) -> Iterator[tuple[str, Iterator[Page]]]:
         return groupby(sorted(self.pages, key=lambda p: (p.family, p.name)), key=lambda p: p.family)
@@ -164,8 +168,15 @@ def pages() -> tuple[Page, ...]:
     return read_pages(files("ddpkit").joinpath("catalog"))
 
 
+def all_signatures() -> Iterator[tuple[Page, Signature]]:
+    """Every signature of every page, with its page."""
+    for each in pages():
+        for signature in each.signatures:
+            yield each, signature
+
+
 def read_pages(folder: Traversable) -> tuple[Page, ...]:
-    """The pages in `folder`, which has one folder for each failure."""
+    """The pages in `folder`, which has one folder for each failure: TOML between two lines `+++`, then Markdown."""
     folders = sorted(folder.iterdir(), key=lambda f: f.name)
     labs: dict[str, list[str]] = {}
     for each in folders:
@@ -176,14 +187,10 @@ def read_pages(folder: Traversable) -> tuple[Page, ...]:
     for each in folders:
         if each.joinpath(PAGE).is_file():
             source = each.joinpath(PAGE).read_text(encoding="utf-8")
-            found.append(_parse(each.name, source, tuple(labs.get(each.name, ()))))
+            _, head, text = source.split(f"{FENCE}\n", 2)
+            told = tomllib.loads(head)
+            about = told["title"], told["family"], told["seen_with"]
+            signatures = tuple(Signature(**table) for table in told.get("signatures", ()))
+            runnable = tuple(labs.get(each.name, ()))
+            found.append(Page(each.name, *about, signatures, text.strip() + "\n", told.get("notebook", ""), runnable))
     return tuple(found)
-
-
-def _parse(name: str, source: str, labs: tuple[str, ...]) -> Page:
-    """The page of failure `name` from the text of its file: TOML between two lines `+++`, then Markdown."""
-    _, head, text = source.split(f"{FENCE}\n", 2)
-    told = tomllib.loads(head)
-    signatures = tuple(Signature(**table) for table in told.get("signatures", ()))
-    notebook, text = told.get("notebook", ""), text.strip() + "\n"
-    return Page(name, told["title"], told["family"], told["seen_with"], signatures, text, notebook, labs)

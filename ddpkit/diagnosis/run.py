@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Literal
 
@@ -19,7 +19,7 @@ from ddpkit.runfolder.stable import stable
 from ddpkit.verdict.finding import Culprit, Verdict
 
 from .evidence import Evidence, Words, consequence, died, exception_of, in_the_log, last_seen, raised, words_of
-from .pages import Page, Signature, page, pages
+from .pages import Page, Signature, all_signatures, page
 
 Confidence = Literal["certain", "likely", "unknown"]
 
@@ -34,10 +34,10 @@ BY_TYPE_AND_TEXT, BY_TEXT, BY_GENERAL_TEXT, BY_SIGNAL, BY_VERDICT, BY_NOTHING_EL
 # The verdict is the whole story, whatever the logs say.
 _SETTLED = {"ended", "agent_killed", "stopped_process", "stale_addresses", "thread_died", "sent_a_signal"}
 # The ranks only stood still. "loader_stuck" is not among them: stderr is all that tells of a loader's worker that failed.
-_STANDSTILLS = {
-    *("left_early", "never_joined", "unmatched", "no_key", "straggler", "mismatch", "init_waiting"),
-    *("init_elsewhere", "stale_addresses", "all_waiting", "busy", "silent"),
-}
+_STANDSTILLS = set(
+    "left_early never_joined unmatched no_key straggler mismatch init_waiting init_elsewhere stale_addresses "
+    "all_waiting busy silent".split()
+)
 # torchrun's log may tell the cause. Where ddpkit ended the job itself, that log tells of nothing else.
 _TORCHRUN_KNOWS = {"agent_failed", "peer_lost", "gave_up", "unknown"}
 # These verdicts are complete without a rank at fault.
@@ -102,8 +102,8 @@ class Diagnosis:
 class _Match:
     page: Page
     signature: Signature
-    words: Words | None
     evidence: tuple[Evidence, ...]
+    words: Words = field(default_factory=Words)
 
     @property
     def weight(self) -> int:
@@ -126,11 +126,8 @@ def diagnose(ranks: Sequence[Rank], verdict: Verdict, torchrun_log: str = "") ->
     if verdict.kind == "mismatch" and verdict.culprit is None:
         # What a rank makes of the bytes of another collective, such as a size of 4e18, has no meaning.
         matches = [match for match in matches if any(each.verdict == "mismatch" for each in match.page.signatures)]
-    best = min(matches, key=lambda m: (m.weight, m.words.distance if m.words else 0, m.page.name), default=None)
-    others = []
-    for rank in ranks:
-        if verdict.roles[rank.rank] in ("consequence", "unknown"):
-            others.append(rank)
+    best = min(matches, key=lambda match: (match.weight, match.words.distance, match.page.name), default=None)
+    others = [rank for rank in ranks if verdict.roles[rank.rank] in ("consequence", "unknown")]
     return _diagnosis(best, matches, verdict, others)
 
 
@@ -155,10 +152,10 @@ def _is_certain(best: _Match, verdict: Verdict) -> bool:
     """Whether a rank at fault said so itself or died of it; of the verdict alone, whether that is certain."""
     if best.weight >= BY_VERDICT and not verdict.certain:
         return False
-    place = best.words.place if best.words else ""
     if verdict.kind in _NAMES_NOBODY:
-        return best.weight == BY_VERDICT or place == "torchrun"
-    return verdict.culprit is not None and (place in ("", "failure") or best.signature.where in ("stderr", "native"))
+        return best.weight == BY_VERDICT or best.words.place == "torchrun"
+    said_so = best.words.place in ("", "failure") or best.signature.where in ("stderr", "native")
+    return verdict.culprit is not None and said_so
 
 
 def _suspects(ranks: Sequence[Rank], verdict: Verdict) -> list[Rank]:
@@ -186,10 +183,9 @@ def _asked(suspects: Sequence[Rank], verdict: Verdict, torchrun_log: str) -> lis
 def _by_text(asked: Sequence[Words]) -> list[_Match]:
     found = []
     for words in asked:
-        for each in pages():
-            for signature in each.signatures:
-                if not signature.consequence and (evidence := words.found(signature)):
-                    found.append(_Match(each, signature, words, (in_the_log(evidence, asked),)))
+        for each, signature in all_signatures():
+            if not signature.consequence and (evidence := words.found(signature)):
+                found.append(_Match(each, signature, (in_the_log(evidence, asked),), words))
     return [match for match in found if _may_speak(match, found)]
 
 
@@ -199,12 +195,11 @@ def _may_speak(match: _Match, found: Sequence[_Match]) -> bool:
     A program prints errors that it has dealt with. So beside an exception that says what happened, stderr counts only where
     the page asks for it by name.
     """
-    words = match.words
-    if words is None or words.place != "stderr" or not words.type or match.signature.where == "stderr":
+    if match.words.place != "stderr" or not match.words.type or match.signature.where == "stderr":
         return True
     for other in found:
-        general = other.words and other.words.place == "failure" and other.weight == BY_GENERAL_TEXT
-        if general and other.words and other.words.rank == words.rank:
+        of_rank = other.words.place == "failure" and other.words.rank == match.words.rank
+        if of_rank and other.weight == BY_GENERAL_TEXT:
             return True
     return False
 
@@ -215,10 +210,9 @@ def _by_signal(suspects: Sequence[Rank], verdict: Verdict) -> list[_Match]:
     for rank in suspects:
         if not rank.signal or rank.told or exception_of(rank) or verdict.roles[rank.rank] == "consequence":
             continue
-        for each in pages():
-            for signature in each.signatures:
-                if signature.signal == rank.signal.partition("+")[0]:
-                    found.append(_Match(each, signature, None, (died(rank),)))
+        for each, signature in all_signatures():
+            if signature.signal == rank.signal.partition("+")[0]:
+                found.append(_Match(each, signature, (died(rank),)))
     return found
 
 
@@ -230,12 +224,11 @@ def _by_verdict(suspects: Sequence[Rank], verdict: Verdict) -> list[_Match]:
         if verdict.culprit is not None and (line := last_seen(rank)):
             seen.append(line)
     found = []
-    for each in pages():
-        for signature in each.signatures:
-            if signature.verdict == "own" and own:
-                found.append(_Match(each, signature, None, tuple(own)))
-            elif signature.verdict and signature.verdict == verdict.kind != "own":
-                found.append(_Match(each, signature, None, tuple(own if verdict.kind == "too_early" else seen)))
+    for each, signature in all_signatures():
+        if signature.verdict == "own" and own:
+            found.append(_Match(each, signature, tuple(own)))
+        elif signature.verdict and signature.verdict == verdict.kind != "own":
+            found.append(_Match(each, signature, tuple(own if verdict.kind == "too_early" else seen)))
     return found
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ddpkit.diagnosis.rows import Row, diagnosis_line, first_paragraph, short_file
 from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.runfolder.stable import stable
 
 from . import text
+from .rows import Row
 from .shown import ShownRun
 
 _COLOURS = {"passed": "#1a7f37", "running": "#0969da", "stopped": "#6e7781", "apart": "#9a6700"}
@@ -44,8 +44,8 @@ def _headline(headline: str, state: str) -> str:
 
 
 def _diagnosis(diagnosis: Diagnosis) -> str:
-    more = f"<div>{escape(first_paragraph(diagnosis))}</div>"
-    return f"<details><summary>diagnosis: {escape(diagnosis_line(diagnosis))}</summary>{more}</details>"
+    more = f"<div>{escape(text.first_paragraph(diagnosis))}</div>"
+    return f"<details><summary>diagnosis: {escape(text.diagnosis_line(diagnosis))}</summary>{more}</details>"
 
 
 def rows_as_html(table: Sequence[Row]) -> str:
@@ -68,6 +68,6 @@ def _stacks(table: Sequence[Row]) -> str:
     found = "".join(
         f"<div>rank {row.rank}, most recent call first:</div><pre>{escape(stable(chr(10).join(own)))}</pre>"
         for row in table
-        if (own := [f"{frame.text}   ({frame.function}, {short_file(frame)})" for frame in row.stack if frame.own])
+        if (own := [f"{frame.text}   ({frame.function}, {text.short_file(frame)})" for frame in row.stack if frame.own])
     )
     return f"<details><summary>stacks, your own lines</summary>{found}</details>" if found else ""

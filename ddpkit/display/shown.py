@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ddpkit.diagnosis.rows import Row
 from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.runfolder.answers import Answered
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.replicas import Replicas
 from ddpkit.verdict.finding import Culprit, Verdict
+
+from .rows import Row
 
 
 class ShownRun(Protocol):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ddpkit.diagnosis.rows import Standstill
-
+from .rows import Standstill
 from .shown import ShownRun
 
 

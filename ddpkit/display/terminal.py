@@ -7,12 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddpkit.diagnosis.rows import text_lines
-
 from .lane_feed import GAP, STREAMS, Row
 from .lanes import LaneSink
 from .shown import ShownRun
 from .sink import Line, Now, Sink
+from .text import text_lines
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 

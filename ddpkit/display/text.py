@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from ddpkit.diagnosis.rows import diagnosis_line, text_lines
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpkit.diagnosis.pages import page
+from ddpkit.diagnosis.run import UNKNOWN, Diagnosis
+from ddpkit.runfolder.frames import Frame
 from ddpkit.runfolder.stable import stable
 
+from .rows import Row
 from .shown import ShownRun
 
 
@@ -58,3 +65,32 @@ def _who(run: ShownRun) -> str:
 def ranks_counted(number: int) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{number} rank" if number == 1 else f"{number} ranks"
+
+
+def short_file(frame: Frame) -> str:
+    """`train.py`, `torch/distributed/distributed_c10d.py`, or `the cell`: the same on every machine."""
+    file = stable(frame.file)
+    if frame.own or file == "the cell":
+        return Path(file).name
+    return re.sub(r"^.*/(site-packages|lib/python3\.\d+)/", "", file)
+
+
+def text_lines(table: Sequence[Row]) -> list[str]:
+    """The rows as aligned text."""
+    width = max((len(row.words) for row in table), default=0)
+    return [f"rank {row.rank}  {row.words:<{width}}  {row.said}".rstrip() for row in table]
+
+
+def diagnosis_line(diagnosis: Diagnosis) -> str:
+    """`skipped_collective (certain): A rank never came …; ddpkit explain skipped_collective`."""
+    if diagnosis.name == UNKNOWN:
+        return f"{diagnosis.head} {diagnosis.collect}".rstrip()
+    return f"{diagnosis.head}; ddpkit explain {diagnosis.name}"
+
+
+def first_paragraph(diagnosis: Diagnosis) -> str:
+    """The first sentences of the catalog's page, on one line, without quoted messages."""
+    if diagnosis.name == UNKNOWN:
+        return diagnosis.collect
+    blocks = (" ".join(block.split()) for block in page(diagnosis.name).text.split("\n\n"))
+    return next((re.sub(r":$", ".", block) for block in blocks if re.match(r"[A-Z`]", block)), "")

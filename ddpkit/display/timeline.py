@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ddpkit.diagnosis.rows import Row, stood_still
 from ddpkit.runfolder.calls import Collective
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
 from ddpkit.verdict.places import BUSY_FROM, place_of
 
 from .picture import PAPER, Picture, legend, name_rows, new_figure
+from .rows import Row, stood_still
 from .shown import ShownRun
 
 Kind = Literal["starting", "unrecorded", "computing", "waiting", "stalled", "silent"]

@@ -12,16 +12,16 @@ from typing import Any
 import anywidget
 import traitlets
 
-from ddpkit.diagnosis.rows import Row, Standstill, first_paragraph, rows, short_file
 from ddpkit.diagnosis.run import Diagnosis
 from ddpkit.runfolder.frames import Frame
 from ddpkit.runfolder.ranks import Rank
 
 from .lane_feed import whole
 from .lanes import LaneSink
+from .rows import Row, Standstill, rows
 from .shown import ShownRun
 from .sink import Now
-from .text import what_happened
+from .text import first_paragraph, short_file, what_happened
 
 _WEB = Path(__file__).with_name("web")
 PICTURE_CHARS = 240_000

@@ -19,7 +19,8 @@ from typing import Any
 
 import psutil
 
-from ddpkit.diagnosis.rows import Row, rows, short_file, text_lines
+from ddpkit.display.rows import Row, rows
+from ddpkit.display.text import short_file, text_lines
 from ddpkit.machine import devices
 from ddpkit.processes.running_jobs import RunningJob, job_of
 from ddpkit.runfolder import wire

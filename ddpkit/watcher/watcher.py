@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpkit.diagnosis.rows import Standstill, rows
+from ddpkit.display.rows import Standstill, rows
 from ddpkit.display.sink import Line, Now, RankNow, Sink
 from ddpkit.machine import devices
 from ddpkit.processes.agent import Job

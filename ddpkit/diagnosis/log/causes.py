@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ddpkit.diagnosis.pages import Page, Signature, page, pages
+from ddpkit.diagnosis.pages import Page, Signature, all_signatures, page
 
 from .found import Hit, Scan
 from .lines import Line
@@ -43,6 +44,7 @@ _WORK = re.compile(
     r"(?:PG (?:ID )?(?P<group>\w+).*)?WorkNCCL\(SeqNum=(?P<number>\d+), "
     r"(?P<what>OpType=(?!SEND|RECV|\w*ALLTOALL)\w+, NumelIn=\d+, NumelOut=\d+)"
 )
+NEVER = math.inf
 _ENDED_BY_IT = re.compile(r"signal: Terminated|SIGTERM")
 
 
@@ -63,57 +65,68 @@ class Cause:
     def weight(self) -> tuple[int, int, int]:
         """Nearness, then time, then how specific: the smallest is the likeliest."""
         how = self.signature
-        return self.nearness, self.order, 2 * how.general + (not how.spans_lines) if how.text else 3
+        return self.nearness, self.order, int(how.general) if how.text else 2
 
 
 def causes(found: Scan, warnings: bool = False) -> list[Cause]:
     """Every line that may be the cause, the likeliest first; also those that only warn of it, if `warnings`."""
     over = _first(found, lambda hit: hit.page.name in ENDS_ALL and not hit.signature.consequence)
     matched = list(_matched(found, over, warnings))
-    named = {(c.line.file, c.line.number) for c in matched}
-    raised = [c for c in _raised(found) if (c.line.file, c.line.number) not in named and c.order not in found.explained]
-    return sorted([*matched, *raised, *_ended(found, over is not None)], key=lambda c: c.weight)
+    named = {cause.line.order for cause in matched}
+    raised = [cause for cause in _raised(found) if cause.order not in named]
+    return sorted([*matched, *raised, *_ended(found, over < NEVER)], key=lambda c: c.weight)
 
 
-def _first(found: Scan, like: Callable[[Hit], bool]) -> int | None:
-    return min((hit.order for hit in found.hits if like(hit)), default=None)
+def _first(found: Scan, like: Callable[[Hit], bool]) -> float:
+    return min((hit.line.order for hit in found.hits if like(hit)), default=NEVER)
 
 
-def _matched(found: Scan, over: int | None, warnings: bool) -> Iterator[Cause]:
+def _matched(found: Scan, over: float, warnings: bool) -> Iterator[Cause]:
     """The lines that a signature of the catalog matches."""
-    elastic = _under_torchrun(found)
-    failed = warnings or bool(found.raised) or any(end.exitcode for _, end in found.ends)
-    known = {hit.order for hit in found.hits}
-    apart = _apart(found)
-    own_by: dict[int | None, int] = {}
-    for at, raised in found.raised:
-        if at not in known and _is_own(found, at, raised):
-            own_by.setdefault(raised.line.rank, at)
-    own = min(own_by.values(), default=None)
+    elastic, apart, own = _under_torchrun(found), _apart(found), _own(found)
+    failed = warnings or bool(found.raised) or any(end.exitcode for end in found.ends)
+    first_own = min(own.values(), default=NEVER)
     lost = _first(found, lambda hit: hit.signature.consequence or hit.page.name == "node_lost")
     for hit in found.hits:
-        nearness, order = _nearness(hit), hit.order
-        if hit.page.name == "nan_loss" and hit.signature.where == "log":
-            if not _at_the_end(found, hit):
-                continue
-        elif not hit.signature.beside and found.went_on(hit.order, hit.line):
+        if _is_dealt_with(found, hit, failed):
             continue
-        harmless = not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not alarms(hit.line.text)
-        if harmless or (nearness == PRINTED_WHY and DEALT_WITH.search(hit.line.text)):
-            continue
-        if nearness == PRINTED_WHY and hit.signature.where != "stderr" and hit.rank in own_by:
+        nearness, order, name = _nearness(hit), hit.line.order, hit.page.name
+        after_own = order > first_own and name in OF_ANOTHER | COMPARES
+        after_lost = order > lost and name in OF_ANOTHER and not hit.signature.names_rank
+        after_all = order > over or (over < NEVER and _ENDED_BY_IT.search(hit.line.text))
+        if nearness == PRINTED_WHY and hit.signature.where != "stderr" and hit.rank in own:
             # A program prints errors that it has dealt with; the exception that ended it says more.
-            nearness, order = RAISED, max(order, own_by[hit.rank] + 1)
-        if over is not None and (hit.order > over or _ENDED_BY_IT.search(hit.line.text)):
-            nearness = max(nearness, LOST_ANOTHER)
-        if lost is not None and lost < hit.order and hit.page.name in OF_ANOTHER and not hit.signature.names_rank:
-            nearness = max(nearness, LOST_ANOTHER)
-        if own is not None and own < hit.order and hit.page.name in OF_ANOTHER | COMPARES:
+            nearness, order = RAISED, max(order, own[hit.rank] + 1)
+        if after_own or after_lost or after_all:
             nearness = max(nearness, LOST_ANOTHER)
         # Under torchrun a task of the scheduler is an agent, not a rank.
         rank = None if elastic and hit.signature.where == "log" and hit.line.rank is None else hit.rank
-        told = page("collective_mismatch") if hit.order in apart else hit.page
+        told = page("collective_mismatch") if hit.line.order in apart else hit.page
         yield Cause(nearness, order, told, hit.line, rank, signature=hit.signature, named=hit.named)
+
+
+def _is_dealt_with(found: Scan, hit: Hit, failed: bool) -> bool:
+    """Whether the job went on after that line, or only warned."""
+    if hit.page.name == "nan_loss" and hit.signature.where == "log":
+        return not _at_the_end(found, hit)
+    # A rank may say that it is done long before the others miss it.
+    if not hit.signature.beside and found.went_on(hit.line):
+        return True
+    nearness = _nearness(hit)
+    harmless = not failed and nearness in (PRINTED_WHY, LOST_ANOTHER) and not alarms(hit.line.text)
+    return harmless or (nearness == PRINTED_WHY and bool(DEALT_WITH.search(hit.line.text)))
+
+
+def _own(found: Scan) -> dict[int | None, int]:
+    """Where each rank first raised an exception itself that the catalog does not know, and did not go on."""
+    known = {hit.line.order for hit in found.hits}
+    first: dict[int | None, int] = {}
+    for raised in found.raised:
+        line = raised.line
+        reported = raised.type in _OF_LAUNCHERS | _WRAPPERS | _BY_ANOTHER or raised.type.endswith("Warning")
+        if line.order not in known and not reported and not found.went_on(line):
+            first.setdefault(line.rank, line.order)
+    return first
 
 
 def _apart(found: Scan) -> set[int]:
@@ -122,14 +135,8 @@ def _apart(found: Scan) -> set[int]:
     for hit in found.hits:
         if hit.page.name == "collective_timeout" and (work := _WORK.search(hit.line.text)):
             of_group = works.setdefault((work["group"] or "", work["number"]), {})
-            of_group.setdefault(work["what"], []).append(hit.order)
+            of_group.setdefault(work["what"], []).append(hit.line.order)
     return {order for work in works.values() if len(work) > 1 for orders in work.values() for order in orders}
-
-
-def _is_own(found: Scan, order: int, raised: Raised) -> bool:
-    """Whether the process itself raised it, and did not go on."""
-    reported = raised.type in _OF_LAUNCHERS | _WRAPPERS | _BY_ANOTHER or raised.type.endswith("Warning")
-    return not reported and not found.went_on(order, raised.line)
 
 
 def _nearness(hit: Hit) -> int:
@@ -148,10 +155,10 @@ def _nearness(hit: Hit) -> int:
 
 def _raised(found: Scan) -> Iterator[Cause]:
     """The exceptions, as if the catalog knew none of them."""
-    for order, raised in found.raised:
-        if raised.type.endswith("Warning") or found.went_on(order, raised.line):
+    for raised in found.raised:
+        line, order, rank = raised.line, raised.line.order, raised.line.rank
+        if raised.type.endswith("Warning") or found.went_on(line):
             continue
-        line, rank = raised.line, raised.line.rank
         if raised.type in _OF_LAUNCHERS:
             yield Cause(SUMMARY, order, page("summary_only"), line, rank)
         elif raised.type in _WRAPPERS:
@@ -164,12 +171,13 @@ def _raised(found: Scan) -> Iterator[Cause]:
 
 def _ended(found: Scan, over: bool) -> Iterator[Cause]:
     """The ends of processes: by a signal, or with the exit code of a rank that said nothing else."""
-    by_signal = {s.signal: p for p in pages() for s in p.signatures if s.signal}
-    spoke = {raised.line.rank for _, raised in found.raised} | {h.rank for h in found.hits if not h.signature.beside}
+    by_signal = {signature.signal: each for each, signature in all_signatures() if signature.signal}
+    spoke = {raised.line.rank for raised in found.raised} | {h.rank for h in found.hits if not h.signature.beside}
     elastic = _under_torchrun(found)
-    for order, end in found.ends:
-        if found.went_on(order, end.line):
+    for end in found.ends:
+        if found.went_on(end.line):
             continue
+        order = end.line.order
         rank = end.rank if end.by_torchrun or not elastic else None
         first = end.by_torchrun and not end.listed
         if end.signal in SENT_BY_LAUNCHER and (over or not first):
@@ -185,14 +193,14 @@ def _ended(found: Scan, over: bool) -> Iterator[Cause]:
 
 
 def _under_torchrun(found: Scan) -> bool:
-    return any(end.by_torchrun for _, end in found.ends)
+    return any(end.by_torchrun for end in found.ends)
 
 
 def left_early(found: Scan, possible: list[Cause]) -> Cause | None:
     """The line in which one rank says that it is done, and says so more often than the others, which wait for it."""
     # Once a process has ended, its launcher says that it is done, too.
-    ended = min((at for at, _ in found.ends), default=None)
-    waited = {c.rank for c in possible if c.nearness == LOST_ANOTHER and (ended is None or c.order < ended)}
+    ended = min((end.line.order for end in found.ends), default=NEVER)
+    waited = {c.rank for c in possible if c.nearness == LOST_ANOTHER and c.order < ended}
     done = [c for c in possible if c.page is page("early_exit") and c.rank is not None]
     often = Counter(c.rank for c in done).most_common(2)
     if not often or often[0][0] in waited or (len(often) == 2 and often[0][1] == often[1][1]):

@@ -14,6 +14,7 @@ from ddpkit.run import Run
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.stable import shortened
 from ddpkit.verdict.finding import Culprit
+from ddpkit.verdict.phrases import ranks_said
 
 from . import causes as near
 from .causes import Cause, causes
@@ -107,32 +108,39 @@ def _judged(found: Scan) -> Diagnosis:
     if best.page is None:
         title = "It failed, and this log does not say of what."
         return Diagnosis(UNKNOWN, title, "", None, _shown(possible), (), "unknown", _EVERY_LOG)
-    same = [
-        c for c in possible if c.page is best.page and c.nearness <= max(near.DIED, best.nearness) and _alike(c, best)
-    ]
-    if best.nearness == near.BESIDE:
-        same = [best]
+    same, rivals, followed = _sorted_out(possible, best)
     rank = _culprit(best, same, found)
-    at = {(c.line.file, c.line.number) for c in same}
-    rivals = [c for c in possible if _competes(c, best)]
-    followed = []
-    for cause in possible:
-        told = (cause.line.file, cause.line.number) in at or cause.nearness == near.SUMMARY or cause in rivals
-        if not told and cause.page not in (None, page("early_exit")):
-            followed.append(cause)
-    unsure = (
-        best.nearness >= near.DIED
-        or best.nearness == near.PRINTED_WHY
-        or best.signature.general
-        or best.signature.shared
-    )
-    unsure |= best.raised is not None and not best.raised.frames
-    confidence: Confidence = "likely" if unsure or rivals else "certain"
+    confidence: Confidence = "certain" if _is_sure(best) and not rivals else "likely"
     collect = "" if best.nearness < near.LOST_ANOTHER else _EVERY_LOG
     if best.page.name == "collective_timeout":
         collect = _WHOM_IT_WAITED_FOR
     name, title, sentence = best.page.name, best.page.title, _sentence(best, rank)
     return Diagnosis(name, title, sentence, rank, _shown(same) + _shown(rivals), _shown(followed), confidence, collect)
+
+
+def _sorted_out(possible: list[Cause], best: Cause) -> tuple[list[Cause], list[Cause], list[Cause]]:
+    """The causes that tell of the same failure as `best`, those that compete with it, and those that only followed."""
+    same, rivals, followed = [], [], []
+    for cause in possible:
+        near_enough = cause is best or (
+            best.nearness != near.BESIDE and cause.nearness <= max(near.DIED, best.nearness)
+        )
+        if cause.page is best.page and near_enough and _alike(cause, best):
+            same.append(cause)
+        elif _competes(cause, best):
+            rivals.append(cause)
+        elif cause.nearness != near.SUMMARY and cause.page not in (None, page("early_exit")):
+            followed.append(cause)
+    at = {(cause.line.file, cause.line.number) for cause in same}
+    return same, rivals, [cause for cause in followed if (cause.line.file, cause.line.number) not in at]
+
+
+def _is_sure(best: Cause) -> bool:
+    """Whether the rank that failed says so, in words that nothing else would use."""
+    if best.nearness >= near.DIED or best.nearness == near.PRINTED_WHY:
+        return False
+    vague = best.signature.general or best.signature.shared
+    return not vague and (best.raised is None or bool(best.raised.frames))
 
 
 def _alike(cause: Cause, best: Cause) -> bool:
@@ -161,12 +169,12 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
         named = sorted({rank for c in same for rank in c.named})
         return tuple(named) if len(named) > 1 else named[0] if named else None
     ranks = tuple(sorted({c.rank for c in same if c.rank is not None}))
-    world = found.ranks | {e.rank for _, e in found.ends if e.listed and e.rank is not None}
+    world = found.ranks | {e.rank for e in found.ends if e.listed and e.rank is not None}
     # A rank is the odd one only where it alone, of three or more, says so.
     if name in near.COMPARES and (len(ranks) != 1 or len(world) < 3):
         return None
     if not ranks or best.nearness == near.SUMMARY:
-        return _not_labelled(len({(c.line.file, c.line.number) for c in same}), best, found)
+        return _not_labelled(len({cause.line.order for cause in same}), best, found)
     if len(ranks) == 1:
         return ranks[0]
     return "every rank" if world <= set(ranks) == set(range(len(ranks))) else ranks
@@ -175,8 +183,8 @@ def _culprit(best: Cause, same: Sequence[Cause], found: Scan) -> Culprit:
 def _not_labelled(times: int, best: Cause, found: Scan) -> Culprit:
     """The rank of lines that name none: the ranks in torchrun's summary, if there are as many as lines; else the one that it
     calls the first to fail, or the only one that ended by itself."""
-    told = [e for _, e in found.ends if e.exitcode and e.rank is not None and e.signal not in near.SENT_BY_LAUNCHER]
-    listed = sorted({e.rank for _, e in found.ends if e.listed and e.rank is not None})
+    told = [e for e in found.ends if e.exitcode and e.rank is not None and e.signal not in near.SENT_BY_LAUNCHER]
+    listed = sorted({e.rank for e in found.ends if e.listed and e.rank is not None})
     if times > 1 and listed and near.TOLD_BY_THE_SYSTEM < best.nearness < near.SUMMARY:
         if times < len(listed) or len(listed) == 1:
             return None
@@ -199,17 +207,15 @@ def _shown(several: Iterable[Cause]) -> tuple[Found, ...]:
 
 
 def _sentence(best: Cause, rank: Culprit) -> str:
-    who = f"Rank {rank}" if isinstance(rank, int) else "Every rank" if rank == "every rank" else ""
-    if isinstance(rank, tuple):
-        who = f"Ranks {', '.join(map(str, rank[:-1]))} and {rank[-1]}"
+    who = "Every rank" if rank == "every rank" else ""
+    if isinstance(rank, (int, tuple)):
+        who = ranks_said(rank if isinstance(rank, tuple) else (rank,)).capitalize()
     if best.raised is None:
         told = best.signature.pattern.search(best.line.text) if best.signature.text else None
         if (hosts := told.groupdict() if told else {}).get("lost"):
             return f"{hosts['lost']} was lost."
-        if hosts.get("reporter"):
-            return (
-                f"{hosts['reporter']} only reports it: the rendezvous is gone, with the host or the job that kept it."
-            )
+        if reporter := hosts.get("reporter"):
+            return f"{reporter} only reports it: the rendezvous is gone, with the host or the job that kept it."
         how = "missing" if best.named else "at fault"
         return f"{who} {'are' if isinstance(rank, tuple) else 'is'} {how}." if who else ""
     where = best.raised.where

@@ -20,22 +20,21 @@ CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
 LONGEST_LINE = 20_000
 MOST_IN_JSON = 300
+MOST_PREFIXES = 5
 MOST_LEARNED = 64
 SHORTEST_TWICE, LONGEST_TWICE = 8, 400
 KINDS = ("*.log", "*.out", "*.err", "*.txt", "*.log.gz", "error.json")
 
-_ESCAPES = re.compile(
-    r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[()][A-Z0-9]|[=>78cM])|\x08|\x07|[\u200b\ufeff]"
-)
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*|[()]?.)|[\x07\x08\u200b\ufeff]")
 
 # What a launcher or a collector of logs puts before a line: `rank` where it names one, `key` what tells writers apart. A line
 # may have several.
 _PREFIXES = tuple(
     re.compile(p)
     for p in (
-        # Kubernetes, docker, CRI; loggers; journald; the kernel.
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t](?:std(?:out|err) [FP] )?",
-        r"[\[(]?\d{4}[-/]\d\d[-/]\d\d[ _]\d\d:\d\d:\d\d(?:[.,]\d+)?[\])]?:?[ \t]+(?!\d+ main\b)",
+        # Kubernetes, docker, CRI and loggers; journald; the kernel.
+        r"[\[(]?\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[\])]?:?[ \t]+(?!\d+ main\b)",
+        r"std(?:out|err) [FP] ",
         r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]+ (?P<key>[\w./@-]+(?:\[\d+\])?): ",
         r"\[[ \d]{1,6}\d\.\d{6}\] ",
         # An error that torchrun logs; a warning keeps its letter.
@@ -47,6 +46,8 @@ _PREFIXES = tuple(
         r"\((?P<key>[A-Za-z_][\w.<>]* ?(?:\([^)]*\) )?pid=\d+(?:, ip=[\d.]+)?)(?:, (?:world_)?rank=(?P<rank>\d+))?\) ",
     )
 )
+# What an editor puts before every line: no rank.
+_NUMBERED = re.compile(r"^ *\[?\d{1,4}\]?:(?: |$)")
 # `srun -l` puts a number before every line; pdsh, docker compose, kubectl --prefix put the name of a host or container.
 _LABELLED = re.compile(
     r"^ *\[?(?:(?P<rank>\d{1,4})\]?:(?: |$)|(?!(?:step|iter|epoch|batch))"
@@ -58,7 +59,7 @@ _RANK_BEFORE = re.compile(r"(?i)\brank\W{0,2}(\d+)|^\[(\d{1,4})\]:? ?$")
 # Where the line of another process begins in the midst of a line.
 _GLUED = re.compile(r"(?<=[^\s:>|)])(?=\[rank\d+\]:)|(?<=[^\s:>|)+-])(?=Traceback \(most recent call last\):)")
 _OF_TORCH = re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\] ")
-_SAYS_RANK = re.compile(r"\[(?:rank|RANK|Rank|global_rank)[ :=]*(\d+)\]|(?:^|Error: )(?:Rank|rank|RANK) (\d+)[:,] ")
+_SAYS_RANK = re.compile(r"(?i)\[(?:global_)?rank[ :=]*(\d+)\]|(?:^|Error: )rank (\d+)[:,] ")
 _RAY = re.compile(r"pid=(\d+)\) world_rank=(\d+)")
 _PID = re.compile(r"pid=(\d+)")
 # Where collectors of logs that write JSON put the line, what followed it, and the rank.
@@ -68,13 +69,22 @@ _OF_A_FILE = re.compile(r"rank[_.=-]?(\d+)(?!\d)|attempt_\d+/(\d+)/(?:std(?:out|
 
 
 class Line(NamedTuple):
-    """A line of a log: `number` counts from 1 in `file`, `rank` wrote it (None: unknown), `key` tells writers apart."""
+    """A line of a log: `number` counts from 1 in `file`, `rank` wrote it (None: unknown), `key` tells writers apart.
+
+    `order` counts the lines that are read closely, over all logs.
+    """
 
     file: str
     number: int
     rank: int | None
     key: str
     text: str
+    order: int = 0
+
+    @property
+    def writer(self) -> tuple[int | None, str]:
+        """What its writer's lines have in common."""
+        return self.rank, self.key
 
 
 @dataclass(frozen=True)
@@ -164,20 +174,18 @@ def chunks(source: Source) -> Iterator[bytes]:
         raise LogError(f"diagnose: {source.name} cannot be read: {error.strerror or error}.") from None
 
 
-def _of_json(text: str) -> tuple[int | None, list[str]] | None:
-    """The rank and the texts of a line that is a JSON object; None where it is not one."""
-    if not text.startswith("{"):
-        return None
+def _of_json(text: str) -> tuple[int | None, list[str]]:
+    """The rank and the texts of a line that is a JSON object; no texts where it is not one."""
     try:
-        told = json.loads(text)
+        told = json.loads(text) if text.startswith("{") else {}
     except ValueError:
-        return None
+        told = {}
     # torchrun's error file: the message with its traceback beside it.
     if isinstance(inner := told.get("message"), dict):
         told = {**inner, "message": inner.get("extraInfo", {}).get("py_callstack") or inner.get("message")}
     texts = [told[name] for name in _TEXTS if isinstance(told.get(name), str)]
     rank = next((told[name] for name in _RANKS if isinstance(told.get(name), int)), None)
-    return (rank, texts) if texts else None
+    return rank, texts
 
 
 class Reader:
@@ -191,15 +199,16 @@ class Reader:
         self._rank_of = {pid: int(rank) for pid, rank in _RAY.findall(text)}
         lines = [line for line in text.splitlines() if line.strip()]
         labels = [label for line in lines if (label := _LABELLED.match(line))]
-        # If few lines have one, it is something else.
-        self._labelled = len(labels) > 0.3 * len(lines)
-        # An editor's numbers of lines are no ranks.
         numbers = [int(label["rank"] or -1) for label in labels]
-        counts = numbers == [*range(numbers[0], numbers[0] + len(numbers))] if numbers else False
-        self._numbered = counts and len(numbers) > (2 if numbers[0] else 8)
+        counted = len(numbers) > 2 and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
+        self._prefixes = _PREFIXES
+        if counted and (numbers[0] > 0 or len(numbers) > 8):
+            self._prefixes = (_NUMBERED, *_PREFIXES)
+        elif len(labels) > 0.3 * len(lines):
+            self._prefixes = (_LABELLED, *_PREFIXES)
         self._before: dict[str, None] = {}
         self._learned: re.Pattern[str] | None = None
-        self._json = bool(lines) and all(_of_json(line) for line in lines[:3])
+        self._json = bool(lines) and all(_of_json(line)[1] for line in lines[:3])
         told = {rank for line in lines if (rank := self._stripped(line)[0]) is not None}
         # A file with lines of other ranks is not named after the rank that wrote it.
         if told - {self.rank}:
@@ -222,19 +231,16 @@ class Reader:
     def lines(self, number: int, raw: bytes) -> Iterator[Line]:
         """The line of that number without its prefixes; a line of JSON may hold several."""
         text = raw[:LONGEST_LINE].decode("utf-8", "replace").rstrip()
-        told = _of_json(text) if self._json else None
-        if told is None:
+        rank, texts = _of_json(text) if self._json else (None, [])
+        if not texts:
             yield from (self._line(number, part) for part in _GLUED.split(text))
             return
-        rank, texts = told
         for each in "\n".join(texts).split("\n")[:MOST_IN_JSON]:
             line = self._line(number, each.rstrip())
             yield line if line.rank is not None or rank is None else line._replace(rank=rank)
 
     def _line(self, number: int, text: str) -> Line:
-        if "\x1b" in text or "\x08" in text or "\u200b" in text or "\ufeff" in text:
-            text = _ESCAPES.sub("", text)
-        rank, key, text = self._stripped(text)
+        rank, key, text = self._stripped(_ESCAPES.sub("", text))
         # Two processes that write at once.
         period = (text + text).find(text, 1) if len(text) < LONGEST_TWICE else 0
         text = text[:period] if SHORTEST_TWICE < period < len(text) else text
@@ -250,21 +256,13 @@ class Reader:
 
     def _stripped(self, text: str) -> tuple[int | None, str, str]:
         rank, key, at = None, "", 0
-        if self._labelled and (label := _LABELLED.match(text)):
-            at = label.end()
-            if not self._numbered:
-                key = label["rank"] or label["key"]
-                rank = int(label["rank"]) if label["rank"] else None
-        for _ in range(4):
-            for prefix in _PREFIXES:
-                if found := prefix.match(text, at):
-                    at = found.end()
-                    told = found.groupdict()
-                    rank = int(told["rank"]) if told.get("rank") else rank
-                    key += told.get("key") or told.get("rank") or ""
-                    break
-            else:
+        for _ in range(MOST_PREFIXES):
+            found = next(filter(None, (prefix.match(text, at) for prefix in self._prefixes)), None)
+            if found is None:
                 break
+            at, told = found.end(), found.groupdict()
+            rank = int(told["rank"]) if told.get("rank") else rank
+            key += told.get("key") or told.get("rank") or ""
         if self._learned and (found := self._learned.match(text, at)):
             at = found.end()
             key += re.sub(r"\W+", " ", _VARIES.sub("", found[0]))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable
 from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
 SHORTEST = 4
+# A part of an expression that may match more texts than this has too many words.
+MOST_TEXTS = 16
+_UNKNOWN: frozenset[str] = frozenset()
 
 
 def required(pattern: re.Pattern[str]) -> frozenset[str]:
@@ -16,59 +18,42 @@ def required(pattern: re.Pattern[str]) -> frozenset[str]:
 
     Of a chain of parts the one whose shortest word is longest is taken; of alternatives, one word for each.
     """
-    words = _of_sequence(_parser.parse(pattern.pattern, pattern.flags & re.IGNORECASE))
-    return words if words and min(map(len, words)) >= SHORTEST else frozenset()
+    _, words = _of_sequence(_parser.parse(pattern.pattern, pattern.flags & re.IGNORECASE))
+    return words if _shortest(words) >= SHORTEST else _UNKNOWN
 
 
-def _of_sequence(parsed: Iterable[tuple[Any, Any]]) -> frozenset[str]:
-    best: frozenset[str] = frozenset()
-    run = ""
-    for op, argument in [*parsed, (None, None)]:
-        letter = _letter(op, argument)
-        if letter:
-            run += letter
-            continue
-        for found in (frozenset([run]) if run else frozenset(), _of_part(op, argument), _continued(run, op, argument)):
-            if found and _worth(found) > _worth(best):
-                best = found
-        run = ""
-    return best
+def _of_sequence(parsed: Iterable[tuple[Any, Any]]) -> tuple[frozenset[str], frozenset[str]]:
+    """All texts that a chain of parts may match, if they are few, and the words of which one is in each of them."""
+    texts, best, few = frozenset([""]), _UNKNOWN, True
+    for op, argument in parsed:
+        of_part, words = _of_part(op, argument)
+        if of_part and len(texts) * len(of_part) <= MOST_TEXTS:
+            texts = frozenset(before + after for before in texts for after in of_part)
+        else:
+            best = max(best, texts, words, key=_shortest)
+            texts, few = frozenset([""]), False
+    return texts if few else _UNKNOWN, max(best, texts, key=_shortest)
 
 
-def _continued(run: str, op: Any, argument: Any) -> frozenset[str]:
-    """`run` with the letters that each of the alternatives after it begins with."""
-    if op is _constants.SUBPATTERN and len(argument[-1]) == 1:
-        op, argument = argument[-1][0]
-    if not run or op is not _constants.BRANCH:
-        return frozenset()
-    return frozenset(run + _head(branch) for branch in argument[1])
-
-
-def _head(parsed: Iterable[tuple[Any, Any]]) -> str:
-    letters = (_letter(op, argument) for op, argument in parsed)
-    return "".join(itertools.takewhile(bool, letters))
-
-
-def _worth(words: frozenset[str]) -> int:
-    return min(map(len, words), default=0)
-
-
-def _letter(op: Any, argument: Any) -> str:
-    """The one letter that `op` stands for, whatever its case; "" where there are several, and at the end of a line."""
-    if op is _constants.LITERAL:
-        return chr(argument).lower().strip("\n")
-    if op is _constants.IN and all(kind is _constants.LITERAL for kind, _ in argument):
-        letters = {chr(code).lower() for _, code in argument}
-        return letters.pop() if len(letters) == 1 else ""
-    return ""
-
-
-def _of_part(op: Any, argument: Any) -> frozenset[str]:
+def _of_part(op: Any, argument: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The same of one part."""
     if op is _constants.SUBPATTERN:
         return _of_sequence(argument[-1])
-    if op in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT):
-        return _of_sequence(argument[2]) if argument[0] else frozenset()
     if op is _constants.BRANCH:
         each = [_of_sequence(branch) for branch in argument[1]]
-        return frozenset().union(*each) if all(each) else frozenset()
-    return frozenset()
+        return _of_any(texts for texts, _ in each), _of_any(words for _, words in each)
+    if op in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT) and argument[0]:
+        return _UNKNOWN, _of_sequence(argument[2])[1]
+    letters = argument if op is _constants.IN else [(op, argument)]
+    if all(kind is _constants.LITERAL and chr(code) != "\n" for kind, code in letters):
+        return frozenset(chr(code).lower() for _, code in letters), _UNKNOWN
+    return _UNKNOWN, _UNKNOWN
+
+
+def _of_any(alternatives: Iterable[frozenset[str]]) -> frozenset[str]:
+    each = list(alternatives)
+    return frozenset().union(*each) if all(each) else _UNKNOWN
+
+
+def _shortest(words: frozenset[str]) -> int:
+    return min(map(len, words), default=0)

@@ -72,12 +72,12 @@ class Progress:
 
     def __init__(self) -> None:
         self._steps: list[tuple[int, str, str, tuple[int, ...]]] = []
-        self._completed: dict[str, tuple[int, int]] = {}
+        self._completed: dict[str, Line] = {}
 
-    def note(self, order: int, line: Line, told: bool) -> None:
+    def note(self, line: Line, told: bool) -> None:
         """Keep what a line says of steps, unless it `told` of a failure, and whether it says that all is done."""
         if _claims_completion(line.text):
-            self._completed[line.file] = order, line.number
+            self._completed[line.file] = line
         if told or len(self._steps) >= MOST_STEPS:
             return
         counted = [(each["what"].lower(), int(each["n"])) for each in _COUNTED.finditer(line.text)]
@@ -85,15 +85,15 @@ class Progress:
             counted = [("bar", int(bar["n"]))]
         if counted:
             kind = " ".join(what for what, _ in counted)
-            self._steps.append((order, line.file, kind, tuple(number for _, number in counted)))
+            self._steps.append((line.order, line.file, kind, tuple(number for _, number in counted)))
 
-    def went_on(self, order: int, line: Line, last_end: int) -> bool:
+    def went_on(self, line: Line, last_end: int) -> bool:
         """Whether the job made progress, or completed, after that line, so that the line did not end it.
 
         `last_end`: where the last process ended with an error; a job does not complete before that.
         """
         furthest: dict[str, list[tuple[int, ...]]] = {}
-        begin = bisect_right(self._steps, order, key=lambda each: each[0])
+        begin = bisect_right(self._steps, line.order, key=lambda each: each[0])
         for _, file, kind, number in self._steps[begin : begin + AFTERMATH]:
             if file == line.file:
                 reached = furthest.setdefault(kind, [number])
@@ -101,7 +101,8 @@ class Progress:
                     reached.append(number)
         if any(len(reached) > 2 for reached in furthest.values()):
             return True
-        completed, claimed = self._completed.get(line.file, (-1, 0))
+        completed = self._completed.get(line.file)
+        if completed is None or completed.order <= max(line.order, last_end):
+            return False
         # So soon after an error, and without a step since, a program claims it that has only caught the error.
-        caught = claimed - line.number <= CAUGHT_LINES and not furthest
-        return completed > max(order, last_end) and not caught
+        return completed.number - line.number > CAUGHT_LINES or bool(furthest)

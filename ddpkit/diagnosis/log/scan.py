@@ -7,15 +7,16 @@ see whether the job went on.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from ahocorasick_rs import BytesAhoCorasick
 
-from ddpkit.diagnosis.pages import Page, Signature, pages
+from ddpkit.diagnosis.pages import Page, Signature, all_signatures
 
 from . import deaths
 from .deaths import Deaths
@@ -24,27 +25,19 @@ from .launches import DIGITS, Launches
 from .lines import Line, Reader, Source, chunks
 from .literals import required
 from .progress import AFTERMATH
-from .tracebacks import RAISED, Raised, Tracebacks
+from .tracebacks import Raised, Tracebacks
 
 # In a log that tells of failures all along, only a few lines are read after each, from so many on.
 MOST_AFTERMATH, SHORT_AFTERMATH = 50_000, 5
 # So many lines are read that differ in their digits alone.
 MOST_ALIKE = 600
 MOST_SHAPES = 20_000
-# With one telling word in so many bytes or fewer it is faster to read every line.
-DENSE_BYTES = 400
 MOST_HITS = 4_000
 TAIL_LINES = 60
 TAIL_BYTES = 1 << 15
 
-_ALWAYS = (
-    b"traceback",
-    b"error:",
-    b"exception: ",
-    b"keyboardinterrupt",
-    b"exception ignored",
-    b"--- logging error",
-)
+# Words of Python's own lines.
+_ALWAYS = ("traceback", "error:", "exception: ", "keyboardinterrupt", "exception ignored", "--- logging error")
 _SUMMARY_TRACEBACK = re.compile(r"^\s*traceback\s*: Traceback")
 _SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error")
 _OF_TORCHRUN = re.compile(r"torch[./]distributed|c10d|TCPStore|torchrun|elastic|rendezvous|run\.py|usage")
@@ -55,11 +48,10 @@ _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+)")
 
 @dataclass(frozen=True)
 class _Words:
-    """The words of all signatures: an automaton that finds them, and the signatures that need each."""
+    """Every word of a failure: an automaton that finds them, and the signatures that need each."""
 
     automaton: BytesAhoCorasick
-    of: tuple[tuple[tuple[Page, Signature], ...], ...]
-    deadly: frozenset[int]
+    of: list[list[tuple[Page, Signature]]]
 
     def inside(self, low: bytes) -> set[int]:
         """The words in a text of lower-case letters."""
@@ -72,17 +64,11 @@ class _Words:
 
 @cache
 def _words() -> _Words:
-    owners: dict[bytes, list[tuple[Page, Signature]]] = {word: [] for word in _ALWAYS}
-    deadly = [word.encode() for word in deaths.WORDS]
-    for each in deadly:
-        owners.setdefault(each, [])
-    for page in pages():
-        for signature in page.signatures:
-            for word in required(signature.pattern) if signature.in_logs else ():
-                owners.setdefault(word.encode(), []).append((page, signature))
-    words = list(owners)
-    automaton = BytesAhoCorasick(words)
-    return _Words(automaton, tuple(tuple(owners[w]) for w in words), frozenset(words.index(w) for w in deadly))
+    needing: dict[str, list[tuple[Page, Signature]]] = {word: [] for word in (*_ALWAYS, *deaths.WORDS)}
+    for page, signature in all_signatures():
+        for word in required(signature.pattern) if signature.in_logs else ():
+            needing.setdefault(word, []).append((page, signature))
+    return _Words(BytesAhoCorasick([word.encode() for word in needing]), list(needing.values()))
 
 
 def scan(logs: list[Source]) -> Scan:
@@ -100,9 +86,8 @@ class _OneLog:
         self._reader = Reader(source, b"")
         self._tracebacks, self._deaths, self._launches = Tracebacks(), Deaths(), Launches(b"")
         self._alike: Counter[bytes] = Counter()
-        self._summary_rank: int | None = None
-        self._said: tuple[int, Raised] | None = None
-        self._spawned: int | None = None
+        self._reported_rank: int | None = None
+        self._said: Raised | None = None
         self._attends = self._attended = self._looked_at = 0
 
     def read(self) -> None:
@@ -119,144 +104,100 @@ class _OneLog:
         self._read_tail(last, number - 1)
 
     def _read_chunk(self, chunk: bytes, number: int) -> None:
-        """Go from one line with a word to the next, or line by line after one that tells of a failure.
-
-        A carriage return, which progress bars write, ends a line as well, but is not counted.
-        """
-        low = chunk.lower().replace(b"\r", b"\n")
-        starts = [start for _, start, _ in self._words.automaton.find_matches_as_indexes(low)]
-        if len(starts) > len(low) // DENSE_BYTES and b"\r" not in chunk:
-            self._read_dense(chunk, low, number)
+        """Read closely the lines of a chunk with a word, of those that differ in digits alone only the first ones."""
+        low, end = chunk.lower(), 0
+        words = [start for _, start, _ in self._words.automaton.find_matches_as_indexes(low)]
+        if not self._attends and not words:
             return
-        starts.append(len(low))
-        at = index = 0
-        while at < len(low):
-            if not self._attends:
-                while starts[index] < at:
-                    index += 1
-                if starts[index] == len(low):
-                    return
-                begin = low.rfind(b"\n", at, starts[index]) + 1 or at
-                number += chunk.count(b"\n", at, begin)
-                at = begin
-            end = low.find(b"\n", at)
-            end = len(low) if end < 0 else end
-            if self._attends or self._is_new(low[at:end]):
-                self._attends = max(0, self._attends - 1)
-                self._look(number, chunk[at:end], low[at:end])
-            number += chunk[end : end + 1] == b"\n"
-            at = end + 1
-
-    def _read_dense(self, chunk: bytes, low: bytes, number: int) -> None:
-        """Go line by line where most lines hold a word, by their shapes, of which many are alike."""
-        shapes = low.translate(None, DIGITS).split(b"\n")
-        for at, (shape, raw) in enumerate(zip(shapes, chunk.split(b"\n"), strict=True)):
-            if self._attends or self._alike.get(shape, 0) < MOST_ALIKE:
-                self._alike[shape] += 1
+        alike = self._alike
+        for at, (shape, raw) in _rows(chunk, low):
+            begin, end = end, end + len(raw) + 1
+            new = alike[shape] < MOST_ALIKE
+            if self._attends or (new and bisect_left(words, begin) < bisect_left(words, end)):
+                alike[shape] += 1
                 self._attends = max(0, self._attends - 1)
                 self._look(number + at, raw, raw.lower())
         if len(self._alike) > MOST_SHAPES:
             self._alike.clear()
-
-    def _is_new(self, low: bytes) -> bool:
-        """Whether few lines were read that differ from this one in digits alone."""
-        shape = low.translate(None, DIGITS)
-        self._alike[shape] += 1
-        if len(self._alike) > MOST_SHAPES:
-            self._alike.clear()
-        return self._alike[shape] <= MOST_ALIKE
 
     def _look(self, number: int, raw: bytes, low: bytes) -> None:
         """Read one line."""
         words = self._words.inside(low)
         if not low.strip() or not (words or self._attends):
             return
-        for line in self._reader.lines(number, raw):
+        for line in self._in_order(self._reader.lines(number, raw)):
             if line.rank is not None:
                 self._into.ranks.add(line.rank)
             if self._launches.begins(line, low, self._into.ranks):
-                self._into.launches[line.file] = self._into.seen + 1, number
+                self._into.launches[line.file] = number
             told = self._take(line, words)
             self._looked_at = number
             if told or self._tracebacks:
                 self._attends = AFTERMATH if self._attended < MOST_AFTERMATH else SHORT_AFTERMATH
             self._attended += 1
-            self._into.progress.note(self._order(), line, told or self._tracebacks.inside(line))
+            self._into.progress.note(line, told or self._tracebacks.inside(line))
 
     def _take(self, line: Line, words: set[int]) -> bool:
         """Keep what a line tells of a failure; whether it does."""
-        order = self._order()
-        line = self._of_the_summary(line)
+        line = self._with_reported_rank(line)
         quoted = self._tracebacks.inside(line)
-        raised = self._tracebacks.feed(line)
-        if raised is None and words and not quoted:
-            raised = self._without_traceback(line)
+        raised = self._tracebacks.feed(line, alone=bool(words))
         told = raised is not None
-        if (said := self._said) and self._goes_on(said[1], line):
+        if (said := self._said) and self._goes_on(said, line):
             if raised is not None:
                 # A message that is the name and message of another exception: that one was raised.
-                raised = replace(raised, frames=said[1].frames, text=f"{said[1].text}\n{line.text}")
+                raised = replace(raised, frames=said.frames, text=f"{said.text}\n{line.text}")
                 self._into.raised.remove(said)
             else:
                 told |= self._read_on(said, line)
-        self._said = (order, raised) if raised else None
+        self._said = raised
         text = line.text.lstrip()
         if raised is not None:
-            _keep(self._into.raised, (order, raised))
+            _keep(self._into.raised, raised)
             self._launches.failed |= not raised.type.endswith("Warning")
             # Signatures name `DistNetworkError`, not `torch.distributed.DistNetworkError`.
             text = _MODULE.sub("", text)
-        if words & self._words.deadly and not quoted and (end := self._deaths.feed(line)):
-            _keep(self._into.ends, (order, end))
+        if words and not quoted and (end := self._deaths.feed(line)):
+            _keep(self._into.ends, end)
             told = self._launches.failed = self._launches.ended = True
         if raised is not None and raised.text:
             for page, signature in self._words.signatures(self._words.inside(raised.text.lower().encode())):
                 if signature.spans_lines:
-                    told |= self._match(page, signature, raised.text, line, order, raised)
+                    told |= self._match(page, signature, raised.text, line, raised)
         for page, signature in self._words.signatures(set() if quoted else words):
-            told |= self._match(page, signature, text, line, order, raised)
+            told |= self._match(page, signature, text, line, raised)
         return told
 
     def _goes_on(self, said: Raised, line: Line) -> bool:
         """Whether the message of an exception goes on in `line`, the next of its writer."""
-        same = (said.line.rank, said.line.key, said.line.number + 1) == (line.rank, line.key, line.number)
+        same = said.line.writer == line.writer and said.line.number + 1 == line.number
         return same and bool(_UNFINISHED.search(said.line.text) or line.text[:1].isspace())
 
-    def _read_on(self, said: tuple[int, Raised], line: Line) -> bool:
+    def _read_on(self, raised: Raised, line: Line) -> bool:
         """Keep what the second line of a message tells of a failure, alone or with the first; whether it does."""
-        (order, raised), text = said, line.text.lstrip()
-        whole = f"{raised.line.text} {text}"
+        text = line.text.lstrip()
+        first, second = raised.line, line._replace(order=raised.line.order)
+        whole = f"{first.text} {text}"
         told = False
         for page, signature in self._words.signatures(self._words.inside(whole.lower().encode())):
-            if signature.pattern.search(raised.line.text):
+            if signature.pattern.search(first.text):
                 continue
-            alone = signature.pattern.search(text) and self._match(page, signature, text, line, order, raised)
-            told |= alone or self._match(page, signature, whole, raised.line._replace(text=whole), order, raised)
-        if told:
-            self._into.explained.add(order)
+            alone = signature.pattern.search(text) and self._match(page, signature, text, second, raised)
+            told |= alone or self._match(page, signature, whole, first._replace(text=whole), raised)
         return told
 
-    def _without_traceback(self, line: Line) -> Raised | None:
-        """The exception of which the log has the last line alone."""
-        named = RAISED.match(line.text.lstrip())
-        if named is None or "Warning" in named["type"] or self._tracebacks.ignores(line):
-            return None
-        return Raised(line, named["type"], (named["message"] or "").strip())
-
-    def _of_the_summary(self, line: Line) -> Line:
+    def _with_reported_rank(self, line: Line) -> Line:
         """The line with the rank that torchrun's summary or `spawn` gives to the traceback it belongs to."""
         if _SUMMARY_TRACEBACK.match(line.text):
-            self._summary_rank = self._deaths.rank
+            self._reported_rank = self._deaths.rank
         elif spawned := _SPAWNED.match(line.text):
-            self._spawned = int(spawned[1])
-        elif self._summary_rank is not None and not line.text.startswith("  "):
-            self._summary_rank = None
-        rank = self._summary_rank if self._summary_rank is not None else self._spawned
-        return line._replace(rank=rank, key="summary") if line.rank is None and rank is not None else line
+            self._reported_rank = int(spawned[1])
+        elif line.text.startswith(("--", "==")):
+            self._reported_rank = None
+        rank = self._reported_rank
+        return line if rank is None or line.rank is not None else line._replace(rank=rank, key="summary")
 
-    def _match(
-        self, page: Page, signature: Signature, text: str, line: Line, order: int, raised: Raised | None
-    ) -> bool:
+    def _match(self, page: Page, signature: Signature, text: str, line: Line, raised: Raised | None) -> bool:
         """Keep a match of `signature` in `text`; whether it tells of a failure."""
         if signature.type and not (raised and text.startswith(signature.type)) and not signature.spans_lines:
             return False
@@ -268,22 +209,36 @@ class _OneLog:
             return False
         named = tuple(int(rank) for rank in re.findall(r"\d+", found.groupdict().get("rank") or ""))
         rank = line.rank if not named else named[0] if len(named) == 1 else None
-        _keep(self._into.hits, Hit(line, order, page, signature, rank, raised is not None, named))
+        _keep(self._into.hits, Hit(line, page, signature, rank, raised is not None, named))
         return not signature.beside
 
-    def _order(self) -> int:
-        self._into.seen += 1
-        return self._into.seen
+    def _in_order(self, lines: Iterable[Line]) -> Iterator[Line]:
+        """The lines, each with its place among all that were read."""
+        for line in lines:
+            self._into.seen += 1
+            yield line._replace(order=self._into.seen)
 
     def _read_tail(self, last: bytes, number: int) -> None:
         tail: list[Line] = []
         rows = last.splitlines()[-TAIL_LINES:]
         for at, raw in enumerate(rows, number - len(rows) + 1):
-            tail += self._reader.lines(max(1, at), raw)
+            tail += self._in_order(self._reader.lines(max(1, at), raw))
         self._into.tail[self._source.name] = tuple(tail[-TAIL_LINES:])
         for line in tail:
             if line.number > self._looked_at:
-                self._into.progress.note(self._order(), line, False)
+                self._into.progress.note(line, False)
+
+
+def _rows(chunk: bytes, low: bytes) -> Iterable[tuple[int, tuple[bytes, bytes]]]:
+    """The line feeds before each line, what is left of it without digits, and the line itself.
+
+    A carriage return, which progress bars write, ends a line as well, but is not counted.
+    """
+    shapes = low.translate(None, DIGITS).split(b"\n")
+    rows = enumerate(zip(shapes, chunk.split(b"\n"), strict=True))
+    if b"\r" not in chunk:
+        return rows
+    return ((at, pair) for at, row in rows for pair in zip(*(part.split(b"\r") for part in row), strict=True))
 
 
 def _keep(found: list[Any], one: Any) -> None:

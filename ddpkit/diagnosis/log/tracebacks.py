@@ -15,8 +15,6 @@ PATIENCE = 300
 NEAR_THE_END = 5
 
 HEADER = re.compile(r"Traceback \(most recent call last\)|^-+ ?Traceback")
-# torchrun's summary and some loggers indent a whole traceback.
-_SET_IN = re.compile(r"^(?P<summary>\s*traceback\s*: )?(?P<margin>\s*)")
 _FRAME = re.compile(r'^[\s>|]*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 _SHORT = re.compile(r"^(?:File )?(?P<file>/[^\s:]+\.py):(?P<line>\d+)(?:,)? in (?P<function>\S+)")
 # Exceptions have names that end in one of these, or a module before the name.
@@ -51,16 +49,16 @@ class Raised:
 
 @dataclass
 class _Open:
-    """A traceback that has not come to its exception yet."""
+    """A traceback that has not come to its exception yet; torchrun's summary and some loggers indent it by `margin`."""
 
-    writer: tuple[str, int | None, str]
+    writer: tuple[int | None, str]
     began: int
+    last: int
+    margin: str
+    boxed: bool
+    ignored: bool
     frames: list[Frame] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    boxed: bool = False
-    margin: str = ""
-    ignored: bool = False
-    last: int = 0
 
 
 class Tracebacks:
@@ -68,8 +66,9 @@ class Tracebacks:
 
     def __init__(self) -> None:
         self._open: list[_Open] = []
-        self._ignored: set[tuple[str, int | None, str]] = set()
-        self._was_ignored: dict[tuple[str, int | None, str], int] = {}
+        # Writers of which Python ignores the next exception, and of which it ignored the last one.
+        self._ignored: set[tuple[int | None, str]] = set()
+        self._was_ignored: set[tuple[int | None, str]] = set()
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -79,29 +78,34 @@ class Tracebacks:
         found = self._of(line)
         return found is not None and line.text.removeprefix(found.margin).startswith((" ", "\t", "│", "|"))
 
-    def ignores(self, line: Line) -> bool:
-        """Whether Python has just said that it ignores what the writer of `line` raises."""
-        writer = _writer(line)
-        ignored = writer in self._ignored or self._was_ignored.get(writer) == line.number
-        self._ignored.discard(writer)
-        return ignored
-
     def cut(self, end: int) -> list[int]:
         """The first lines of the tracebacks that the end of the log, at line `end`, cuts off."""
         return [one.began for one in self._open if one.frames and end - one.last < NEAR_THE_END]
 
-    def feed(self, line: Line) -> Raised | None:
-        """The exception, where the next line names one."""
+    def feed(self, line: Line, alone: bool) -> Raised | None:
+        """The exception, where the next line names one; `alone`: also without a traceback."""
         self._open = [one for one in self._open if line.number - one.last <= PATIENCE]
         if HEADER.search(line.text):
             self._begin(line)
-            return None
-        if _IGNORED.match(line.text) or (_CHAINED.match(line.text) and _writer(line) in self._was_ignored):
-            self._ignored.add(_writer(line))
-            return None
-        one = self._of(line)
-        if one is None:
-            return None
+        elif _IGNORED.match(line.text) or (_CHAINED.match(line.text) and line.writer in self._was_ignored):
+            self._ignored.add(line.writer)
+        elif one := self._of(line):
+            return self._go_on(one, line)
+        elif alone and (named := RAISED.match(line.text.lstrip())) and "Warning" not in named["type"]:
+            if line.writer not in self._ignored:
+                return Raised(line, named["type"], (named["message"] or "").strip())
+            self._ignored.remove(line.writer)
+        return None
+
+    def _begin(self, line: Line) -> None:
+        margin = line.text[: -len(line.text.lstrip())]
+        boxed = line.text.startswith(("╭", "┌", "│", "+", "|"))
+        ignored = line.writer in self._ignored
+        self._ignored.discard(line.writer)
+        self._open.append(_Open(line.writer, line.number, line.number, margin, boxed, ignored, lines=[line.text]))
+
+    def _go_on(self, one: _Open, line: Line) -> Raised | None:
+        """The exception that ends an open traceback, or None where the line is another of its lines."""
         if len(one.lines) < MOST_LINES:
             one.lines.append(line.text)
         text = _BOX.sub("", line.text).rstrip(" │┃|") if one.boxed else line.text.removeprefix(one.margin)
@@ -118,28 +122,15 @@ class Tracebacks:
             return self._end(one, line, named)
         return None
 
-    def _begin(self, line: Line) -> None:
-        one = _Open(_writer(line), line.number, last=line.number, lines=[line.text])
-        one.ignored = self.ignores(line)
-        one.boxed = line.text.startswith(("╭", "┌", "│", "+", "|"))
-        if set_in := _SET_IN.match(line.text):
-            one.margin = "  " if set_in["summary"] else set_in["margin"]
-        self._open.append(one)
-
     def _end(self, one: _Open, line: Line, named: re.Match[str]) -> Raised | None:
         self._open.remove(one)
         if one.ignored:
-            self._was_ignored[one.writer] = line.number
+            self._was_ignored.add(one.writer)
             return None
-        self._was_ignored.pop(one.writer, None)
+        self._was_ignored.discard(one.writer)
         message = (named["message"] or "").strip()
         return Raised(line, named["type"], message, tuple(one.frames), "\n".join(one.lines))
 
     def _of(self, line: Line) -> _Open | None:
         """The latest open traceback of the writer of `line`."""
-        writer = _writer(line)
-        return next((one for one in reversed(self._open) if one.writer == writer), None)
-
-
-def _writer(line: Line) -> tuple[str, int | None, str]:
-    return line.file, line.rank, line.key
+        return next((one for one in reversed(self._open) if one.writer == line.writer), None)

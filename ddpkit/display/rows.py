@@ -1,22 +1,21 @@
-"""One row for each rank of a job that stands still or has ended; text, HTML and the live view all show these rows."""
+"""One row for each rank of a job that stands still or has ended, in words; every form of showing it has these rows."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from ddpkit.runfolder.account import as_they_stood
+from ddpkit.runfolder.account import Ending, as_they_stood
+from ddpkit.runfolder.failures import FAILED_IN_CHECKPOINT, LEAVES
 from ddpkit.runfolder.frames import Frame
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.runfolder.stable import stable
+from ddpkit.verdict.ends import End, end_by
+from ddpkit.verdict.finding import Verdict
 from ddpkit.verdict.phrases import ranks_said
 from ddpkit.verdict.places import STILL_FROM_S, Place, unmoved_s
 from ddpkit.verdict.waits import scene
-
-from .pages import page
-from .run import UNKNOWN, Diagnosis
 
 MOST_FRAMES = 60
 _STATES = {
@@ -30,6 +29,13 @@ _STATES = {
     "late": "came too late",
     "unknown": "is somewhere unknown",
 }
+MET: dict[str, str] = {
+    "peer_lost": "lost its peer",
+    "gave_up": "gave up waiting",
+    "reported": "was told that a rank had failed",
+}
+_HAD_ENDED = re.compile(r"Detected at least one rank that exhausted inputs")
+_ENDED_BY = {"stopped": "stopped", "timeout": "ended at the timeout", "stall": "ended at the stall"}
 
 
 @dataclass(frozen=True)
@@ -176,30 +182,44 @@ def _without_start(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     return tuple(frames[: outermost + 1][:MOST_FRAMES])
 
 
-def short_file(frame: Frame) -> str:
-    """`train.py`, `torch/distributed/distributed_c10d.py`, or `the cell`: the same on every machine."""
-    file = stable(frame.file)
-    if frame.own or file == "the cell":
-        return Path(file).name
-    return re.sub(r"^.*/(site-packages|lib/python3\.\d+)/", "", file)
+def with_words(ranks: Sequence[Rank], verdict: Verdict, ending: Ending) -> tuple[Rank, ...]:
+    """The ranks of a job that was judged, each with its role and its words."""
+    found = []
+    for rank in ranks:
+        role = verdict.roles.get(rank.rank, "unknown")
+        found.append(replace(rank, words=lane_words(rank, verdict, ending), role=role))
+    return tuple(found)
 
 
-def text_lines(table: Sequence[Row]) -> list[str]:
-    """The rows as aligned text."""
-    width = max((len(row.words) for row in table), default=0)
-    return [f"rank {row.rank}  {row.words:<{width}}  {row.said}".rstrip() for row in table]
+def lane_words(rank: Rank, verdict: Verdict, ending: Ending) -> str:
+    """The words for one rank of a job that was judged."""
+    end, at_fault = verdict.ends.get(rank.rank), verdict.roles.get(rank.rank) == "culprit"
+    if end == "passed":
+        return "left early, exit code 0" if at_fault else "passed"
+    if end in MET:
+        met = _met(rank, end, verdict.kind)
+        return f"{met}: a consequence" if not at_fault else "came too late" if verdict.kind == "straggler" else met
+    if end == "parted":
+        return "met another model" if verdict.kind == "shapes_differ" else "met another collective"
+    return _words_of_ended(rank, ending) if end == "was_ended" else rank.plain_words
 
 
-def diagnosis_line(diagnosis: Diagnosis) -> str:
-    """`skipped_collective (certain): A rank never came …; ddpkit explain skipped_collective`."""
-    if diagnosis.name == UNKNOWN:
-        return f"{diagnosis.head} {diagnosis.collect}".rstrip()
-    return f"{diagnosis.head}; ddpkit explain {diagnosis.name}"
+def _met(rank: Rank, end: End, kind: str) -> str:
+    message = rank.failure.message if rank.failure else ""
+    if _HAD_ENDED.search(message):
+        return "was told that a rank had ended"
+    if FAILED_IN_CHECKPOINT.search(message):
+        return "was told that a rank had failed"
+    return "met another rank's nan" if end == "reported" and kind == "not_finite" else MET[end]
 
 
-def first_paragraph(diagnosis: Diagnosis) -> str:
-    """The first sentences of the catalog's page, on one line, without quoted messages."""
-    if diagnosis.name == UNKNOWN:
-        return diagnosis.collect
-    blocks = (" ".join(block.split()) for block in page(diagnosis.name).text.split("\n\n"))
-    return next((re.sub(r":$", ".", block) for block in blocks if re.match(r"[A-Z`]", block)), "")
+def _words_of_ended(rank: Rank, ending: Ending) -> str:
+    if rank.killed_for.startswith("it "):
+        return f"{rank.killed_for.removeprefix('it ')}, then ended by SIGKILL"
+    by = _ENDED_BY.get(ending.reason) or (
+        "ended after torchrun's death" if ending.agent_signal else "ended by torchrun"
+    )
+    failure = rank.failure
+    if failure and failure.type not in (rank.signal, *LEAVES) and end_by(failure, rank) == "own":
+        return f"{by}, and raised {failure.type} then"
+    return by
