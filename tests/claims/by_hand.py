@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import torch
@@ -17,11 +18,11 @@ import torch
 from ddpkit.course.lab import Lab, lab, patched
 
 PATIENCE_S = 45
-# At the end of the program's last block, which holds the process group.
+# At the end of the program's last block, which may hold the process group.
 KEEP = """
-    import os as _os
-    _module = globals().get("ddp") or globals().get("net") or globals().get("model")
-    torch.save(getattr(_module, "module", _module).state_dict(), f"{_os.environ['OUT']}/{_os.environ['RANK']}.pt")
+import os as _os
+_module = globals().get("ddp") or globals().get("net") or globals().get("model")
+torch.save(getattr(_module, "module", _module).state_dict(), f"{_os.environ['OUT']}/{_os.environ['RANK']}.pt")
 """
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
@@ -30,7 +31,8 @@ def run(text: str, ranks: int, env: dict[str, str]) -> tuple[str, list[dict[str,
     """How the program ends, what each rank held then, and what all of them wrote."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "train.py")
-        program.write_text(text.rstrip() + KEEP)
+        in_block = "    " if text.rstrip().splitlines()[-1].startswith(" ") else ""
+        program.write_text(text.rstrip() + textwrap.indent(KEEP, in_block))
         command = [TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), str(program)]
         job = subprocess.Popen(
             command, env={**os.environ, **env, "OUT": folder}, cwd=folder, text=True,
