@@ -557,7 +557,7 @@ def test_a_reader_answers_before_the_verdict(lab: Lab, page: Any, shots: Path, p
     for cell in (0, reproduced, revealed):
         run_cell(page, cell)
     wait_for_text(page, page.locator(".jp-OutputArea-output"), "Answer first: ddpkit.answer(run)")
-    assert page.get_by_text("You said").count() == 0
+    assert page.locator(".jp-OutputArea-output", has_text="You said").count() == 0
     run_cell(page, asked)
     box = page.locator(".ddpkit-answer")
     box.get_by_role("button", name="Answer").wait_for(timeout=PATIENCE_MS)
