@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import ddpkit
-from ddpkit.machine import checks, devices, torch_checks
+from ddpkit.machine import checks, devices, topology, torch_checks
 from ddpkit.machine.checks import Check
 from ddpkit.machine.examination import Report
 
@@ -140,6 +140,54 @@ def test_the_kernels_log_is_read_for_what_the_catalog_knows(monkeypatch: pytest.
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         found = checks.kernel_log()
         assert found.level == level and page in found.advice, found
+
+
+PAIRS = """\
+\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tPIX\tNODE\tNODE\tSYS\t0-47,96-143\t0\t\tN/A
+GPU1\tPIX\t X \tNODE\tNODE\tSYS\t0-47,96-143\t0\t\tN/A
+GPU2\tNODE\tNODE\t X \tPIX\tSYS\t0-47,96-143\t0\t\tN/A
+GPU3\tNODE\tNODE\tPIX\t X \tSYS\t0-47,96-143\t0\t\tN/A
+NIC0\tSYS\tSYS\tSYS\tSYS\t X
+"""
+
+
+@pytest.mark.parametrize(
+    ("table", "level", "found", "advice"),
+    [
+        # After a table in github.com/NVIDIA/nccl/issues/1817, and one kind of connection in place of another.
+        (PAIRS, "note", "groups of close GPUs: 0 1; 2 3; NODE between them", "CUDA_VISIBLE_DEVICES=0,1"),
+        (PAIRS.replace("NODE", "NV12").replace("PIX", "NV12"), "ok", "all 4 GPUs are close: NV12", ""),
+        (
+            PAIRS.replace("NODE", "SYS").replace("PIX", "PHB"),
+            "note",
+            "each pair of GPUs is connected through a CPU",
+            "CommProf",
+        ),
+        (PAIRS.replace("NODE", "PXB"), "ok", "all 4 GPUs are close: PIX, PXB", ""),
+    ],
+)
+def test_the_topology_says_which_gpus_are_close(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: str, level: str, found: str, advice: str
+) -> None:
+    (tmp_path / "table").write_text(table)
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat {tmp_path / 'table'}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (check,) = topology.topology()
+    assert check.level == level and found in check.found and advice in check.advice, check
+
+
+@pytest.mark.parametrize(
+    "told", ["exit 9", "echo Failed to initialize NVML: Driver/library version mismatch", "echo '\tGPU0'"]
+)
+def test_no_topology_without_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: str) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{told}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert not list(topology.topology())
 
 
 GPU = devices.Gpu(0, "GPU-1", "NVIDIA H200")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from . import checks, torch_checks
+from . import checks, topology, torch_checks
 from .checks import Check
 
 MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
@@ -58,6 +58,7 @@ def _every_check(environment: Mapping[str, str]) -> Iterator[Check]:
     yield checks.python()
     yield from torch_checks.torch_build(told)
     yield from torch_checks.gpus(told, environment)
+    yield from topology.topology()
     yield checks.shared_memory()
     yield checks.open_files()
     yield checks.processes()
