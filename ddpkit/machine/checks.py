@@ -211,7 +211,7 @@ def kernel_log() -> Check:
     level: Level = "note" if last.page.name == "oom_killer" else "problem"
     return Check(
         "kernel log",
-        f"{len(hits)} lines, the last: {last.line.text[:140]}",
+        f"{len({hit.line.number for hit in hits})} lines, the last: {last.line.text[:140]}",
         level,
         f"`ddpkit explain {last.page.name}`",
     )

@@ -27,7 +27,7 @@ OF_ANOTHER = frozenset(
     "collective_timeout peer_lost missing_rank_at_init wrong_address skipped_collective uneven_inputs".split()
 )
 # These compare ranks, and also differ where one has failed before.
-COMPARES = frozenset({"shapes_differ_between_ranks", "collective_mismatch"})
+COMPARES = frozenset({"shapes_differ_between_ranks", "collective_mismatch", "duplicate_gpu"})
 SENT_BY_LAUNCHER = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 
 # These report what another process raised, or how it ended.
