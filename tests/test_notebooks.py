@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from ddpkit.course.lab import lab
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted([*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "solutions").glob("*.ipynb")])
 MOST_BYTES = 200 * 1024
-IN_COURSE = ("02", "03", "04", "05", "06", "07", "09", "10")
+IN_COURSE = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11")
 
 
 def shown(path: Path) -> str:
@@ -82,3 +83,14 @@ def test_a_launch_is_stored_with_a_picture_of_its_lanes(home: Path) -> None:
     assert views[0].metadata["image/png"].alt.startswith("skipped_collective, hung; rank 0: waits in all_reduce #10")
     assert views[1].metadata["image/png"].alt == "print, passed; rank 0: passed; rank 1: passed"
     assert all(2_000 < len(o.data["image/png"]) < 30_000 for o in views)
+
+
+def test_the_sections_that_the_coverage_page_names_are_in_their_notebooks() -> None:
+    page = (ROOT / "docs" / "coverage.md").read_text()
+    for number, names in re.findall(r'notebook (\d\d), ((?:"[^"]+"(?: and |, )?)+)', page):
+        (path,) = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
+        texts = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
+        headings = re.findall(r"^#+ (.+)$", "\n".join(texts), flags=re.MULTILINE)
+        assert not set(re.findall(r'"([^"]+)"', names)) - set(headings), (
+            f"notebook {number} has no such section: {names}"
+        )
