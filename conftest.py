@@ -1,6 +1,4 @@
-"""For `pytest --nbval`: the answers to the lessons' questions, and kernels that talk over files. What needs networks is skipped
-where none may be made.
-"""
+"""For pytest: answers to the lessons' questions, kernels that talk over files, a skip where no network may be made."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def page(browser: Any, shots: Path) -> Iterator[Any]:
     opened.set_default_timeout(PATIENCE_MS)
     yield opened
     # pytest shows this where the test failed.
-    print(opened.locator("#jp-main-dock-panel").inner_text())
+    print(*opened.locator("#jp-main-dock-panel").all_inner_texts())
     opened.screenshot(path=shots / "last.png")
     opened.close()
 

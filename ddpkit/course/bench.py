@@ -25,7 +25,7 @@ from . import comparison
 from .answer import PREDICTED, Answer, Question, given_for
 from .exercises import seed
 from .lab import Lab, Remedy, fits, lab, lab_for, patched
-from .trial import PREDICTIONS, Outcome, Result, Results, Trials
+from .trial import PREDICTIONS, Outcome, Result, Results, Trials, predictions
 
 NOTHING, OWN, RECORDED = "as it is", "your own edit", "as it is, recorded on Linux"
 
@@ -126,8 +126,7 @@ class FixBench:
 
         In a notebook these are widgets. Where $DDPKIT_ANSWERS names a TOML file, its table for this lab answers.
         """
-        offered = PREDICTIONS if self.lab.expect == "slow" else PREDICTIONS[:-1]
-        questions = [Question(self.lab.remedy(name).title, offered) for name in names]
+        questions = [Question(self.lab.remedy(name).title, predictions(self.lab)) for name in names]
         for name in names:
             self._predicted.setdefault(name, "")
         asked = Answer(

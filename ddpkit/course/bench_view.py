@@ -19,7 +19,7 @@ from ddpkit.display.html import rows_as_html
 from ddpkit.display.view import RunView
 from ddpkit.errors import LaunchError
 
-from .trial import PREDICTIONS, Result, Results
+from .trial import Result, Results, predictions
 
 # Lines shown around a change; what is farther off is folded.
 AROUND, ABOVE_THE_FAULT = 3, 6
@@ -36,8 +36,9 @@ class BenchView:
         self._chosen = {r.name: widgets.Checkbox(description=r.title, indent=False) for r in fitting}
         self._own = widgets.Checkbox(description="Your own edit", indent=False)
         self._text = widgets.Textarea(rows=24, layout=_wide(display="none"))
-        offered = PREDICTIONS if bench.lab.expect == "slow" else PREDICTIONS[:-1]
-        self._prediction = widgets.ToggleButtons(options=offered, value=None, style={"button_width": "auto"})
+        self._prediction = widgets.ToggleButtons(
+            options=predictions(bench.lab), value=None, style={"button_width": "auto"}
+        )
         self._run = widgets.Button(description="Run", button_style="primary", disabled=True)
         self._head, self._diff, self._why_not = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self._say, self._table = widgets.HTML(), widgets.HTML()

@@ -23,6 +23,11 @@ from .lab import Lab, Remedy, patched
 PREDICTIONS = ("cures", "fails", "hangs", "passes but wrong", "passes but slow")
 
 
+def predictions(lab: Lab) -> tuple[str, ...]:
+    """What can be predicted of a remedy: that a job stays slow only where the lab is about one."""
+    return PREDICTIONS if lab.expect == "slow" else PREDICTIONS[:-1]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What came of one run. Distances are the largest difference of any value, in units of the largest value above 1.

@@ -23,10 +23,12 @@ def as_text(run: ShownRun) -> str:
             lines.append(f"  {what_happened(run)}")
         if run.diagnosis:
             lines.append(f"  diagnosis: {diagnosis_line(run.diagnosis)}")
-        lines += [f"  {'✓' if one.right else '✗'} {one}" for one in run.answers]
-    if run.state not in ("running", "passed"):
-        lines += [f"  {line}" for line in text_lines(run.rows)]
-    lines += [f"  note: {note}" for note in run.notes]
+        for one in run.answers:
+            lines.append(f"  {'✓' if one.right else '✗'} {one}")
+    for line in text_lines(run.rows) if run.state not in ("running", "passed") else ():
+        lines.append(f"  {line}")
+    for note in run.notes:
+        lines.append(f"  note: {note}")
     return "\n".join(lines)
 
 

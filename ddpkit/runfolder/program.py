@@ -59,7 +59,9 @@ class Program:
         loop_file, first = self._at(loop)
         for place in path:
             file, line = self._at(place)
-            for node in file.nodes if file is loop_file and first in file.loops_around(line) else ():
+            if file is not loop_file or first not in file.loops_around(line):
+                continue
+            for node in file.nodes:
                 if isinstance(node, ast.Continue) and node.lineno < line and file.loops_around(node.lineno)[0] == first:
                     return node.lineno
         return 0
