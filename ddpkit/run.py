@@ -67,8 +67,13 @@ class Run:
 
     @property
     def nproc(self) -> int:
-        """Ranks asked for on this host."""
+        """Ranks asked for of each agent: on each host."""
         return int(self._spec.get("nproc", 0))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks asked for of all agents."""
+        return int(self._spec.get("world_size", self.nproc))
 
     @property
     def backend(self) -> str:
@@ -89,7 +94,7 @@ class Run:
     @property
     def facts(self) -> str:
         """`2 ranks · gloo on CPU`."""
-        return " · ".join([ranks_counted(self.nproc), self._spec.get("device_words", self.backend)])
+        return " · ".join([ranks_counted(self.world_size), self._spec.get("device_words", self.backend)])
 
     # What became of it.
 
@@ -200,8 +205,8 @@ class Run:
 
     @property
     def torchrun_log(self) -> str:
-        """What torchrun's agent itself printed."""
-        return wire.read_text(self.folder / wire.AGENT_LOG)
+        """What torchrun's agents themselves printed."""
+        return "".join(wire.read_text(own / wire.AGENT_LOG) for own in wire.node_folders(self.folder))
 
     # Acting on a run that still goes on.
 

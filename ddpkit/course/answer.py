@@ -164,8 +164,8 @@ def _question(
     if run is None:
         raise LaunchError(f"answer: {asks or 'this'} is asked about a run; give the run instead of None.")
     if kind == "rank":
-        ranks = [f"rank {rank}" for rank in range(run.nproc)]
-        every = ["every rank"] if run.nproc > 1 else []
+        ranks = [f"rank {rank}" for rank in range(run.world_size)]
+        every = ["every rank"] if run.world_size > 1 else []
         return Question(asks or "Which rank is at fault?", (*ranks, *every, UNTOLD), _right(run.culprit), decides)
     numbered = enumerate(run.script.splitlines(), 1)
     lines = [f"line {number}: {text.strip()}" for number, text in numbered if text.strip()]

@@ -86,7 +86,7 @@ class Outcome:
         # A rank that was told to end shows its fault only beside what the others did.
         by_itself = {rank.rank for rank in self.run.ranks if not rank.told and self.ends == "fails"}
         at_fault = [row for row in self.run.rows if row.tone == "fault" and row.rank in by_itself]
-        return _did(at_fault or self.run.rows, self.run.nproc)
+        return _did(at_fault or self.run.rows, self.run.world_size)
 
 
 def _who(run: Run) -> str:
@@ -164,7 +164,7 @@ class Result:
             self.came,
             _said(found.replicas_apart),
             _said(found.off_one_process) if found.comparable or not self.run.ok else "not compared",
-            f"exit codes {_codes(self.run)}" if self.run.ok else _did(self.run.rows, self.run.nproc),
+            f"exit codes {_codes(self.run)}" if self.run.ok else _did(self.run.rows, self.run.world_size),
         )
 
     def __repr__(self) -> str:

@@ -55,7 +55,7 @@ def rows_as_html(table: Sequence[Row]) -> str:
 
 def _row(row: Row) -> str:
     said = f"<code>{escape(row.said_in_full)}</code>" if row.said_in_full else ""
-    return table_row((f"rank {row.rank}", escape(row.words), said))
+    return table_row((escape(row.name), escape(row.words), said))
 
 
 def table_row(cells: Iterable[str], tag: str = "td") -> str:
@@ -66,7 +66,7 @@ def table_row(cells: Iterable[str], tag: str = "td") -> str:
 def _stacks(table: Sequence[Row]) -> str:
     """The user's own frames of each stack; the libraries' line numbers change with their versions, and stay out."""
     found = "".join(
-        f"<div>rank {row.rank}, most recent call first:</div><pre>{escape(stable(chr(10).join(own)))}</pre>"
+        f"<div>{escape(row.name)}, most recent call first:</div><pre>{escape(stable(chr(10).join(own)))}</pre>"
         for row in table
         if (own := [f"{frame.text}   ({frame.function}, {text.short_file(frame)})" for frame in row.stack if frame.own])
     )

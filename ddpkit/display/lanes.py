@@ -36,7 +36,7 @@ class LaneSink(Sink):
 
     def begin(self, run: ShownRun, stop: Callable[[], None]) -> None:
         self._start_ns = time.time_ns()
-        self._lanes = {rank: LaneFeed() for rank in range(run.nproc)}
+        self._lanes = {rank: LaneFeed() for rank in range(run.world_size)}
         self._clock = threading.Thread(target=self._run_clock, name=f"ddpkit shows {run.name}", daemon=True)
         self._clock.start()
 

@@ -59,6 +59,12 @@ class Row:
     busy: float | None = None
     stack: tuple[Frame, ...] = ()
     workers: tuple[tuple[Frame, ...], ...] = ()
+    node: str = ""
+
+    @property
+    def name(self) -> str:
+        """`rank 1`, or `rank 1 on node0` in a job of several agents."""
+        return f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
 
     @property
     def words(self) -> str:
@@ -109,6 +115,7 @@ def rows(
     at, found = scene(shown).at if revealed else {}, []
     for rank in shown:
         row = _row(rank, at.get(rank.rank), rank.rank in at_fault and revealed, revealed, steady)
+        row = replace(row, node=rank.node)
         whom = (waits or {}).get(rank.rank, ()) if revealed else ()
         found.append(replace(row, whom=whom) if row.waits or row.tone == "waiting" else row)
     return tuple(found)

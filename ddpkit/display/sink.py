@@ -37,6 +37,7 @@ class RankNow:
     device: str = ""
     device_mib: float | None = None
     attempt: int = 0
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def headline(run: ShownRun) -> str:
         state = "hung, and timed out"
     if run.revealed and run.replicas and run.replicas.apart:
         state += f", but the replicas are {run.replicas.apart}"
-    parts = [f"{run.name} → {state}", ranks_counted(run.nproc)]
+    parts = [f"{run.name} → {state}", ranks_counted(run.world_size)]
     if run.state != "running" and run.revealed and run.culprit is not None:
         parts.append(_who(run))
     return " · ".join(parts)
@@ -59,6 +59,8 @@ def _who(run: ShownRun) -> str:
     first = next((row for row in run.rows if row.rank in named), None)
     if first is None:
         return f"{subject}: at fault"
+    if len(named) == 1:
+        subject = first.name
     failure = next(rank for rank in run.ranks if rank.rank == first.rank).failure
     words = stable(failure.type) if failure and first.message else first.words
     return f"{subject}: {words}, {first.where}" if first.where else f"{subject}: {words}"
@@ -80,7 +82,7 @@ def short_file(frame: Frame) -> str:
 def text_lines(table: Sequence[Row]) -> list[str]:
     """The rows as aligned text."""
     width = max((len(row.words) for row in table), default=0)
-    return [f"rank {row.rank}  {row.words:<{width}}  {row.said}".rstrip() for row in table]
+    return [f"{row.name}  {row.words:<{width}}  {row.said}".rstrip() for row in table]
 
 
 def diagnosis_line(diagnosis: Diagnosis) -> str:

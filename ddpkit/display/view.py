@@ -65,8 +65,9 @@ class RunView(anywidget.AnyWidget, LaneSink):
     def begin(self, run: ShownRun, stop: Callable[[], None]) -> None:
         """The job starts: its name goes out, the clock runs."""
         self._stop = stop
-        about = {"name": run.name, "nproc": run.nproc, "facts": f"{run.facts} · {run.started}", "command": run.command}
-        self._keep("job", {**about, "hears": self._hears_clicks})
+        about = {"name": run.name, "nproc": run.world_size, "command": run.command}
+        facts = f"{run.facts} · {run.started}"
+        self._keep("job", {**about, "facts": facts, "hears": self._hears_clicks})
         super().begin(run, stop)
 
     def now(self, now: Now) -> None:
@@ -127,7 +128,8 @@ class RunView(anywidget.AnyWidget, LaneSink):
             "state": "stopping" if self._stopping and now.state == "running" else now.state,
             "note": now.note,
             "ranks": [
-                [r.rank, r.kind, r.words, whole(r.rss_mib), r.device, whole(r.device_mib), r.attempt] for r in now.ranks
+                [r.rank, r.kind, r.words, whole(r.rss_mib), r.device, whole(r.device_mib), r.attempt, r.node]
+                for r in now.ranks
             ],
         }
 
@@ -197,6 +199,7 @@ def _still(now: Now | None) -> dict[str, Any] | None:
 def _row(row: Row) -> dict[str, Any]:
     return {
         "rank": row.rank,
+        "name": row.name,
         "state": row.state,
         "tone": row.tone,
         "where": row.where,

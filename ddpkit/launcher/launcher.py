@@ -18,13 +18,13 @@ from ddpkit.display import notebook
 from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
 from ddpkit.processes import zygote
-from ddpkit.processes.agent import Job, Start
+from ddpkit.processes.agent import LocalJob, Start
 from ddpkit.run import Run
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.folders import new_run_folder
 from ddpkit.watcher.watcher import Limits, Watcher
 
-from .options import Options, Sharing, checked_options, decided_backend, sharing
+from .options import Options, Sharing, checked_options, decided_backend, free_port, sharing
 from .target import Target, resolve
 
 # Variables that ipykernel sets for itself, or that would make a rank's output differ from a terminal's.
@@ -36,6 +36,7 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     nproc: int | str = 2,
+    nnodes: int | str = 1,
     backend: str | None = None,
     env: Mapping[str, str | None] | None = None,
     timeout: float | None = None,
@@ -59,7 +60,9 @@ def launch(
         target: path of a script, name of a module, or a function, which may be defined in a cell.
         args: the script's arguments as strings, or the function's positional arguments.
         kwargs: the function's keyword arguments.
-        nproc: ranks on this machine; "gpu", "cpu" or "auto" as with torchrun.
+        nproc: ranks of each agent; "gpu", "cpu" or "auto" as with torchrun.
+        nnodes: agents, all on this machine, as if each were on a host of its own; "1:2" for an elastic job that starts with
+            two and may go on with one.
         backend: "gloo" or "nccl" for `ddpkit.rank.setup()`; None means nccl if each rank has its own GPU, else gloo.
         env: environment variables to add; a value of None removes the variable.
         timeout: seconds after which the job is ended, with every rank's stack in the run; None means no limit.
@@ -86,6 +89,7 @@ def launch(
         raise LaunchError(_about_unknown(next(iter(unknown))))
     options = checked_options(
         nproc=nproc,
+        nnodes=nnodes,
         backend=backend,
         env=env or {},
         timeout=timeout,
@@ -131,25 +135,27 @@ def start(
     sink = notebook.sink_for(show)
     folder = new_run_folder(options.name or target.name)
     program, *rest = target.write(folder)
-    command = _torchrun([program, *rest], options)
+    command = _torchrun([program, *rest], options, folder.name)
     script = "" if program == "-m" else program
     spec = _spec(target, options, command, env, backend, shared) | {"program": script}
     wire.write_record(folder / wire.JOB, spec)
     env |= {wire.ENV_RUN: str(folder)} | ({} if options.expect_replicas else {wire.ENV_REPLICAS: "0"})
-    job = Job(
-        folder,
-        Start(
+    starts = []
+    for node in options.nodes:
+        start = Start(
             command,
             spec["cwd"],
-            env | _torchrun_settings(folder, _shutdown_timeout(options, env)),
+            env | _torchrun_settings(wire.node_folder(folder, node), _shutdown_timeout(options, env), node),
             _cold_because(target, options, env),
             # The folder that Python puts first in sys.path in the ranks.
             [os.path.dirname(script) if script else spec["cwd"]],
             target.variables(),
             _base_environment(),
             zygote.PATIENCE_S if wait or patient else 0,
-        ),
-    )
+            node,
+        )
+        starts.append(start)
+    job = LocalJob(folder, starts, options.elastic)
     wire.write_record(folder / wire.JOB, {**spec, "cold_because": job.cold_because})
     run = Run(folder, job, options.reveal)
     limits = Limits(options.timeout_s, options.stall_s, options.stop_on_stall)
@@ -172,25 +178,31 @@ def refuse_inside_a_rank() -> None:
         )
 
 
-def _torchrun(target: Sequence[str], options: Options) -> list[str]:
+def _torchrun(target: Sequence[str], options: Options, run_id: str) -> list[str]:
     """The plain torchrun command line; ddpkit sets logs and its recorder through environment variables."""
     own_rendezvous = any(o.startswith(("--rdzv", "--master", "--nnodes", "--node-rank")) for o in options.torchrun)
     # As with the command `torchrun`, no file of the current folder gets in the way of one that torchrun imports.
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]
-    command += [] if own_rendezvous else ["--standalone"]
+    if options.nnodes != 1:
+        command += ["--nnodes", str(options.nnodes)]
+    if not own_rendezvous and options.nnodes == 1:
+        command += ["--standalone"]
+    elif not own_rendezvous:
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", run_id]
     command += ["--nproc-per-node", str(options.nproc)]
     command += ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
     return [*command, *options.torchrun, *target]
 
 
-def _torchrun_settings(folder: Path, shutdown_timeout: str) -> dict[str, str]:
+def _torchrun_settings(agent: Path, shutdown_timeout: str, node: str) -> dict[str, str]:
+    """The environment of the agent of host `node`, with folder `agent`."""
     asked = {wire.ENV_SHUTDOWN: shutdown_timeout} if shutdown_timeout else {}
     return asked | {
-        "PYTHON_EXEC": str(folder / wire.RANK_PYTHON),
-        "PET_LOG_DIR": str(folder / wire.LOGS),
+        "PYTHON_EXEC": str((agent.parents[1] if node else agent) / wire.RANK_PYTHON),
+        "PET_LOG_DIR": str(agent / wire.LOGS),
         "PET_REDIRECTS": "3",
         "PET_MONITOR_INTERVAL": "0.05",
-    }
+    } | ({wire.ENV_NODE: node} if node else {})
 
 
 def _shutdown_timeout(options: Options, env: Mapping[str, str]) -> str:
@@ -229,7 +241,14 @@ def _environment(target: Target, options: Options) -> dict[str, str]:
     return env
 
 
-_ASKED = ("env", "backend", "torchrun", "max_restarts", "share_gpu", "warm", "expect_replicas")
+def _for_each(nodes: Sequence[str], command: str) -> str:
+    """A shell line that starts `command` once for each host, side by side."""
+    if len(nodes) == 1:
+        return command
+    return f"(for node in {' '.join(map(str, range(len(nodes))))}; do {command} & done; wait)"
+
+
+_ASKED = ("nnodes", "env", "backend", "torchrun", "max_restarts", "share_gpu", "warm", "expect_replicas")
 
 
 def _spec(
@@ -237,15 +256,17 @@ def _spec(
 ) -> dict[str, Any]:
     changed = {k: v for k, v in env.items() if os.environ.get(k) != v}
     settings = "".join(f"{k}={shlex.quote(v)} " for k, v in changed.items())
-    gpus = shared.gpus or options.nproc
+    gpus = shared.gpus or options.world_size
     cwd = options.cwd or os.getcwd()
+    hosts = f"{len(options.nodes)} agents · " if len(options.nodes) > 1 else ""
     devices = "CPU" if backend == "gloo" else f"{gpus} GPU" + "s" * (gpus > 1) + ", shared" * bool(shared.gpus)
     return {
         "name": options.name or target.name,
         "nproc": options.nproc,
+        "world_size": options.world_size,
         "backend": backend,
-        "device_words": f"{backend} on {devices}",
-        "command": f"cd {shlex.quote(cwd)} && {settings}{shlex.join(command)}",
+        "device_words": f"{hosts}{backend} on {devices}",
+        "command": f"cd {shlex.quote(cwd)} && " + _for_each(options.nodes, f"{settings}{shlex.join(command)}"),
         "torchrun": list(command),
         "cwd": cwd,
         "env": changed,

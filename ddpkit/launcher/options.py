@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -32,6 +34,7 @@ class Options:
     """The options of `launch` after checking, under the same names; `cwd` is the bench's, by default the current folder."""
 
     nproc: int
+    nnodes: int | str
     timeout_s: float | None
     stall_s: float | None
     max_restarts: int
@@ -46,9 +49,31 @@ class Options:
     expect_replicas: bool = True
     cwd: str | None = None
 
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of the hosts that the agents stand for; one without a name if there is one agent."""
+        most = int(str(self.nnodes).rpartition(":")[2])
+        return tuple(f"node{number}" for number in range(most)) if most > 1 else ("",)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.nproc * len(self.nodes)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the job may go on with fewer agents."""
+        return ":" in str(self.nnodes)
+
 
 def checked_options(
-    nproc: Any = 2, timeout: Any = None, stall: Any = 10.0, max_restarts: Any = 0, torchrun: Any = (), **others: Any
+    nproc: Any = 2,
+    nnodes: Any = 1,
+    timeout: Any = None,
+    stall: Any = 10.0,
+    max_restarts: Any = 0,
+    torchrun: Any = (),
+    **others: Any,
 ) -> Options:
     """The options of `launch`, each checked; `others` need no check.
 
@@ -60,7 +85,12 @@ def checked_options(
     if isinstance(torchrun, str):
         raise LaunchError(f"launch: torchrun={torchrun!r} is one string; give a list, such as {torchrun.split()!r}.")
     limits = _seconds("timeout", timeout), _seconds("stall", stall)
-    return Options(_ranks_asked_for(nproc), *limits, max_restarts, tuple(torchrun), **others)
+    _check_nodes(nnodes, torchrun)
+    options = Options(_ranks_asked_for(nproc), nnodes, *limits, max_restarts, tuple(torchrun), **others)
+    if options.world_size > (most := devices.most_ranks()):
+        each = f"{options.nproc} ranks for each of {len(options.nodes)} agents"
+        raise LaunchError(f"launch: {each} asked for on {os.cpu_count()} cores; ask for {most} ranks at most.")
+    return options
 
 
 def _ranks_asked_for(nproc: Any) -> int:
@@ -79,6 +109,26 @@ def _ranks_asked_for(nproc: Any) -> int:
     if number > most:
         raise LaunchError(f"launch: {number} ranks asked for on {os.cpu_count()} cores; ask for {most} at most.")
     return number
+
+
+def _check_nodes(nnodes: Any, torchrun: Sequence[str]) -> None:
+    """Refuse a number of agents that is none, and options of torchrun that contradict it."""
+    found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", str(nnodes)) if isinstance(nnodes, int | str) else None
+    if found is None or isinstance(nnodes, bool) or int(found[2] or found[1]) < int(found[1]):
+        raise LaunchError(f'launch: nnodes={nnodes!r} is not a number of agents; give 1 or more, or "1:2".')
+    if str(nnodes) == "1":
+        return
+    for option in torchrun:
+        if option.startswith(("--standalone", "--nnodes")):
+            name = option.partition("=")[0]
+            raise LaunchError(f"launch: nnodes={nnodes!r} and torchrun's {name} asked for; leave {name} out.")
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
 
 
 def _seconds(option: str, value: Any) -> float | None:
@@ -105,10 +155,10 @@ def decided_backend(options: Options, env: Mapping[str, str]) -> str:
         raise LaunchError(f'launch: share_gpu=True asked for, but {found}. Use backend="gloo" without it.')
     if options.share_gpu:
         return "nccl"
-    if asked == "nccl" and gpus < options.nproc:
+    if asked == "nccl" and gpus < options.world_size:
         advice = f'nproc={gpus}, backend="gloo", or share_gpu=True' if gpus else 'backend="gloo"'
-        raise LaunchError(f'launch: {options.nproc} ranks asked for with backend "nccl", but {found}. Use {advice}.')
-    return asked or ("nccl" if gpus >= options.nproc else "gloo")
+        raise LaunchError(f'launch: {options.world_size} ranks asked for with backend "nccl", but {found}. Use {advice}.')
+    return asked or ("nccl" if gpus >= options.world_size else "gloo")
 
 
 def _found(gpus: int, env: Mapping[str, str]) -> str:
@@ -131,10 +181,10 @@ class Sharing:
 def sharing(options: Options, env: Mapping[str, str]) -> Sharing:
     """How the ranks of a job share GPUs. Variables that the user has set in `env` keep their values."""
     gpus = len(usable_gpus(env)) if options.share_gpu else 0
-    if gpus >= options.nproc or not gpus:
+    if gpus >= options.world_size or not gpus:
         return Sharing(0, {}, "share_gpu changed nothing: each rank has a GPU of its own." if gpus else "")
     settings = {wire.ENV_SHARE_GPU: "1", **{name: value for name, value in SHARED_GPU.items() if name not in env}}
-    shared = f"{options.nproc} ranks share {gpus} GPU{'s' if gpus > 1 else ''}"
+    shared = f"{options.world_size} ranks share {gpus} GPU{'s' if gpus > 1 else ''}"
     note = f"{shared} by NCCL over sockets: its errors and timeouts are NCCL's own, its speed is not."
     return Sharing(gpus, settings, note)
 

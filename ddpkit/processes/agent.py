@@ -1,4 +1,4 @@
-"""Starts a job's torchrun agent under a keeper, and stops everything below it."""
+"""Starts a job's torchrun agents under keepers, and stops everything below them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,63 +37,31 @@ def _start_cold(start: Start, log: int) -> subprocess.Popen[bytes]:
 
 
 class Job:
-    """A running torchrun job.
+    """A running torchrun job, wherever its agents run: `LocalJob` here.
 
     The watcher sets `ended` when every process is gone and the records are final, and `over` once the display was told.
-    `end` is what ddpkit knows about the end: {"reason": "", "notes": [...], "keeper_exitcode": int}.
+    `end` is what ddpkit knows about the end: {"reason": "", "notes": [...], "keeper_exitcode": int, "let_go": [hosts]}.
     """
 
-    def __init__(self, folder: Path, start: Start) -> None:
+    def __init__(self, folder: Path, cold_because: str) -> None:
         self.folder = folder
         self.ended, self.over = threading.Event(), threading.Event()
         self.end: dict[str, Any] = {"reason": "", "notes": []}
-        self.cold_because = start.cold_because
-        self._lock = threading.Lock()
-        self._write_rank_python()
-        with open(folder / wire.AGENT_LOG, "wb") as log:
-            self._keeper = self._start_warm(start, log.fileno()) or _start_cold(start, log.fileno())
+        self.cold_because = cold_because
         self.started = time.monotonic()
-
-    def _write_rank_python(self) -> None:
-        """Write the shell file that PYTHON_EXEC names, which torchrun starts as a rank's python."""
-        shim = self.folder / wire.RANK_PYTHON
-        python = f'exec "{sys.executable}" -I -S'
-        shim.write_text(
-            "#!/bin/sh\n"
-            f'[ "${wire.ENV_ZYGOTE}" ] && {python} -c \'{wire.CLIENT}\' "{KEEPER.parent}" "${wire.ENV_ZYGOTE}" "$@"\n'
-            f'{python} "{KEEPER}" rank "$@"\n',
-            encoding="utf-8",
-        )
-        shim.chmod(0o755)
-        (self.folder / wire.BALLAST).write_bytes(os.urandom(BALLAST_BYTES))
-        if not os.access(shim, os.X_OK):
-            raise LaunchError(
-                f"launch: {self.folder} does not allow programs to be started from it; set {wire.ENV_HOME} to a folder that does."
-            )
-
-    def _start_warm(self, start: Start, log: int) -> ForkedKeeper | None:
-        """The agent's keeper, forked by the zygote; None, with `cold_because` set, if it declined."""
-        if self.cold_because:
-            return None
-        try:
-            return fork_agent(start, log)
-        except Declined as declined:
-            self.cold_because = str(declined)
-            return None
+        self._lock = threading.Lock()
 
     @property
     def running(self) -> bool:
-        """Whether the keeper is still there, and so perhaps a process below it."""
-        return self._keeper.poll() is None
+        """Whether a keeper is still there, and so perhaps a process below it."""
+        raise NotImplementedError
 
-    def exit_fd(self) -> int | None:
-        """A file descriptor that becomes readable when the job's processes are gone; None if unsupported."""
-        if isinstance(self._keeper, ForkedKeeper):
-            return self._keeper.exit_fd()
-        try:
-            return os.pidfd_open(self._keeper.pid)
-        except (AttributeError, OSError):
-            return None
+    def exit_fds(self) -> list[int]:
+        """File descriptors that become readable when an agent's processes are gone; the caller closes them."""
+        return []
+
+    def let_go(self) -> None:
+        """Tell the agents to end that wait for one that has failed; the watcher calls it while no rank is left."""
 
     def stop(self, reason: str) -> None:
         """Begin to end the job and return at once. `reason`: stopped, timeout or stall; the first one counts.
@@ -103,8 +72,7 @@ class Job:
             if not self.running or (self.end["reason"] and reason != "stopped"):
                 return
             self.end["reason"] = self.end["reason"] or reason
-            with contextlib.suppress(ProcessLookupError):
-                self._keeper.send_signal(signal.SIGTERM)
+            self._end()
 
     def wait(self) -> None:
         """Wait until the job has ended; an interrupt stops it, and this returns once all its processes are gone."""
@@ -120,14 +88,98 @@ class Job:
             self.end["notes"].append(text)
 
     def finish(self) -> None:
-        """Record what ddpkit knows about the end; the watcher calls it when the keeper is gone."""
-        self.end["keeper_exitcode"] = self._keeper.wait()
+        """Record what ddpkit knows about the end; the watcher calls it when no process is left."""
+        self.end["keeper_exitcode"] = self._exitcode()
         (self.folder / wire.BALLAST).unlink(missing_ok=True)
         try:
             wire.write_record(self.folder / wire.END, self.end)
         except OSError as error:
             self.note(f"the run folder could not be written to the end: {error.strerror}; output may be cut.")
         self.ended.set()
+
+    def _end(self) -> None:
+        """Begin to end every process; called with the lock held."""
+        raise NotImplementedError
+
+    def _exitcode(self) -> int:
+        """The exit code of the first keeper that did not end with 0, else 0."""
+        raise NotImplementedError
+
+
+class LocalJob(Job):
+    """A job whose agents, one for each start, run on this machine."""
+
+    def __init__(self, folder: Path, starts: Sequence[Start], elastic: bool = False) -> None:
+        super().__init__(folder, starts[0].cold_because)
+        self.elastic = elastic
+        write_rank_python(folder)
+        self._keepers: dict[str, subprocess.Popen[bytes] | ForkedKeeper] = {}
+        for start in starts:
+            own = wire.node_folder(folder, start.node)
+            own.mkdir(parents=True, exist_ok=True)
+            with open(own / wire.AGENT_LOG, "wb") as log:
+                self._keepers[start.node] = self._start_warm(start, log.fileno()) or _start_cold(start, log.fileno())
+        self.started = time.monotonic()
+
+    def _start_warm(self, start: Start, log: int) -> ForkedKeeper | None:
+        """The agent's keeper, forked by the zygote; None, with `cold_because` set, if it declined."""
+        if self.cold_because:
+            return None
+        try:
+            return fork_agent(start, log)
+        except Declined as declined:
+            self.cold_because = str(declined)
+            return None
+
+    @property
+    def running(self) -> bool:
+        return any(keeper.poll() is None for keeper in self._keepers.values())
+
+    def exit_fds(self) -> list[int]:
+        found = []
+        for keeper in self._keepers.values():
+            with contextlib.suppress(AttributeError, OSError):
+                found.append(keeper.exit_fd() if isinstance(keeper, ForkedKeeper) else os.pidfd_open(keeper.pid))
+        return found
+
+    def let_go(self) -> None:
+        """An agent waits for the others when its ranks are done, or to start again: for 300 s or longer."""
+        if self.elastic or not any(keeper.poll() for keeper in self._keepers.values()):
+            return
+        waiting = [node for node, keeper in self._keepers.items() if keeper.poll() is None]
+        self.end["let_go"] = sorted({*self.end.get("let_go", []), *waiting})
+        self._end()
+
+    def _end(self) -> None:
+        for keeper in self._keepers.values():
+            with contextlib.suppress(ProcessLookupError):
+                keeper.send_signal(signal.SIGTERM)
+
+    def _exitcode(self) -> int:
+        codes = [keeper.wait() for keeper in self._keepers.values()]
+        return next((code for code in codes if code), 0)
+
+
+def write_rank_python(folder: Path) -> None:
+    """Write the shell file that PYTHON_EXEC names, which torchrun starts as a rank's python.
+
+    Raises:
+        LaunchError: no program may be started from `folder`.
+    """
+    shim = folder / wire.RANK_PYTHON
+    python = f'exec "{sys.executable}" -I -S'
+    shim.write_text(
+        "#!/bin/sh\n"
+        f'[ "${wire.ENV_ZYGOTE}" ] && {python} -c \'{wire.CLIENT}\' "{KEEPER.parent}" "${wire.ENV_ZYGOTE}" "$@"\n'
+        f'{python} "{KEEPER}" rank "$@"\n',
+        encoding="utf-8",
+    )
+    shim.chmod(0o755)
+    (folder / wire.BALLAST).write_bytes(os.urandom(BALLAST_BYTES))
+    if not os.access(shim, os.X_OK):
+        raise LaunchError(
+            f"launch: {folder} does not allow programs to be started from it; set {wire.ENV_HOME} to a folder that does."
+        )
 
 
 def handles(pid: int, number: int) -> bool:

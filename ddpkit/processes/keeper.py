@@ -223,7 +223,7 @@ def _let_the_others_speak(keeper: Keeper, folder: Path) -> None:
     """
     if keeper.told or not keeper.status:
         return
-    world_size, began = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), time.monotonic()
+    world_size, began = int(os.environ.get("WORLD_SIZE", "1")), time.monotonic()
     failed_ns = wire.written_ns(folder / wire.FAILURE) or keeper.ended_ns
     while not keeper.owner.gone():
         ended, failed = (_that_have(folder.parent, name) for name in (wire.EXIT, wire.FAILURE))
@@ -265,7 +265,8 @@ def keep_agent(become: Callable[[], None], owner: int) -> int:
         become()
 
     of_agent = functools.partial(grace.of_agent, folder)
-    keeper = Keeper(become_known, Owner(owner), folder / wire.AGENT_RECORD, of_agent, hasty=True)
+    record = wire.node_folder(folder, os.environ.get(wire.ENV_NODE, "")) / wire.AGENT_RECORD
+    keeper = Keeper(become_known, Owner(owner), record, of_agent, hasty=True)
     return keeper.run(after=lambda: sweep(folder, at_once=keeper.told_again))
 
 

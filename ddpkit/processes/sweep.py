@@ -16,7 +16,7 @@ ENDS_BY_ITSELF = "torch_shm_manager"
 
 
 def sweep(folder: Path, at_once: bool = False) -> None:
-    """End every process of the job in `folder` that outlived its agent: SIGTERM, then SIGKILL.
+    """End every process of this agent's part of the job in `folder` that outlived it: SIGTERM, then SIGKILL.
 
     `at_once`: SIGKILL; but the keepers, which end by themselves, first write down how their ranks ended.
     """
@@ -37,8 +37,9 @@ def sweep(folder: Path, at_once: bool = False) -> None:
         _signal_all(found, signal.SIGKILL)
         time.sleep(0.02)
         found = _marked(folder)
-    record = wire.read_record(folder / wire.AGENT_RECORD) or {}
-    wire.write_record(folder / wire.AGENT_RECORD, {**record, "swept": list(swept.values())})
+    kept_in = wire.node_folder(folder, os.environ.get(wire.ENV_NODE, "")) / wire.AGENT_RECORD
+    record = wire.read_record(kept_in) or {}
+    wire.write_record(kept_in, {**record, "swept": list(swept.values())})
 
 
 def _signal_all(pids: dict[int, str], which: signal.Signals) -> None:
@@ -50,15 +51,17 @@ def _signal_all(pids: dict[int, str], which: signal.Signals) -> None:
 
 
 def _marked(folder: Path) -> dict[int, str]:
-    """The other processes whose environment has this job's mark: pid to command."""
-    mark = f"{wire.ENV_RUN}={folder}".encode()
+    """The other processes whose environment has the marks of this job and this agent: pid to command."""
+    marks = {f"{wire.ENV_RUN}={folder}".encode()}
+    if node := os.environ.get(wire.ENV_NODE):
+        marks.add(f"{wire.ENV_NODE}={node}".encode())
     found = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         try:
             with open(f"/proc/{entry}/environ", "rb") as environ:
-                if mark not in environ.read().split(b"\0"):
+                if not marks <= set(environ.read().split(b"\0")):
                     continue
             with open(f"/proc/{entry}/cmdline", "rb") as cmdline:
                 command = cmdline.read().replace(b"\0", b" ").decode(errors="replace").strip()

@@ -158,6 +158,7 @@ def started(warm: bool) -> dict[str, object]:
         "pid": os.getpid(),
         "rank": int(env["RANK"]),
         "local_rank": int(env.get("LOCAL_RANK", "0")),
+        "node": env.get(wire.ENV_NODE, ""),
         "world_size": int(env.get("WORLD_SIZE", "1")),
         "stack_signal": int(STACK_SIGNAL),
         "warm": warm,

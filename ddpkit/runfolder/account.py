@@ -20,6 +20,7 @@ class Ending:
     agent_exitcode: int | None = 0
     agent_signal: str | None = None
     agent_error: str = ""
+    agent_node: str = ""
     timeout_s: float | None = None
     stall_s: float | None = None
     running: bool = False
@@ -50,18 +51,35 @@ class Account:
 def read_account(folder: Path, spec: Mapping[str, Any], end: Mapping[str, Any], torchrun_log: str) -> Account:
     """The account of the job in `folder`, started with `spec`; `end` is how ddpkit ended it."""
     attempts = read_attempts(folder)
-    agent = wire.read_record(folder / wire.AGENT_RECORD) or {}
+    agent, node = _agent_that_counts(folder, end, elastic=":" in str(spec.get("asked", {}).get("nnodes", "")))
     reason = end.get("reason", "") or ("stopped" if agent.get("told") else "")
     ending = Ending(
         reason=reason,
         agent_exitcode=agent.get("exitcode", end.get("keeper_exitcode")),
         agent_signal=None if reason else agent.get("signal"),
         agent_error=_last_words(torchrun_log),
+        agent_node=node,
         timeout_s=spec.get("timeout_s"),
         stall_s=spec.get("stall_s"),
     )
     notes = (*spec.get("notes", ()), *end.get("notes", ()), *_of_the_ranks(attempts), *_of_the_agent(agent))
     return Account(attempts, ending, notes)
+
+
+def _agent_that_counts(folder: Path, end: Mapping[str, Any], elastic: bool) -> tuple[Mapping[str, Any], str]:
+    """The record of the agent by which a job ended, and its host if there are several agents.
+
+    That is one that did not end well, in an elastic job one that did. An agent counts only if nothing else does that was
+    told to end because another had failed.
+    """
+    found = []
+    for own in wire.node_folders(folder):
+        record = wire.read_record(own / wire.AGENT_RECORD) or {}
+        node = "" if own == folder else own.name
+        failed = bool(record.get("exitcode", 1))
+        found.append((node in end.get("let_go", ()), failed == elastic, node, record))
+    *_, node, record = min(found, key=lambda agent: agent[:3])
+    return record, node
 
 
 def as_they_stood(ranks: Sequence[Rank]) -> list[Rank]:

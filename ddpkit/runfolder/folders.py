@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,10 @@ def _is_over(folder: Path) -> bool:
     return launched_by is not None and not Path(f"/proc/{launched_by}").exists()
 
 
-def log_folder(folder: Path, attempt: int, local_rank: int) -> Path | None:
-    """torchrun's log folder of a rank: logs/<run id>/attempt_<n>/<local rank>; None before it exists."""
-    return next(iter((folder / wire.LOGS).glob(f"*/attempt_{attempt}/{local_rank}")), None)
+def log_folder(folder: Path, attempt: int, started: Mapping[str, Any]) -> Path | None:
+    """torchrun's log folder of a rank with this first record: logs/<run id>/attempt_<n>/<local rank>; None before it exists."""
+    logs = wire.node_folder(folder, started.get("node", "")) / wire.LOGS
+    return next(iter(logs.glob(f"*/attempt_{attempt}/{started['local_rank']}")), None)
 
 
 def log_text(path: Path) -> str:

@@ -27,7 +27,7 @@ class Rank:
 
     `exitcode` is -9 for a death by SIGKILL, as in `subprocess`; `signal` names it. `told`: the signal that torchrun or
     ddpkit sent to end it. `oom`: the kernel's line, if it killed the rank for memory. `finished_ns`: when its script
-    ended; `left_at`: the line of the `sys.exit` that ended it. `peak_rss_mib`: the system's figure. `words` and `role`
+    ended; `left_at`: the line of the `sys.exit` that ended it. `node`: its host, if the job has several agents. `peak_rss_mib`: the system's figure. `words` and `role`
     (passed, culprit, own, consequence, unknown) come from the verdict.
     """
 
@@ -43,6 +43,7 @@ class Rank:
     pid: int | None = None
     stack_signal: int | None = None
     warm: bool | None = None
+    node: str = ""
     master: str = ""
     world_size: int = 0
     exitcode: int | None = None
@@ -270,12 +271,12 @@ def _read_rank(folder: Path, own: Path, cells: Sources) -> Rank:
     started = wire.read_record(own / wire.STARTED) or {}
     ended = wire.read_record(own / wire.EXIT) or {}
     attempt, rank = _number(own.parent), _number(own)
-    local_rank = started.get("local_rank", rank)
-    log = log_folder(folder, attempt, local_rank)
+    started = {"local_rank": rank, **started}
+    log = log_folder(folder, attempt, started)
     finished = wire.read_record(own / wire.FINISHED) or {}
     return Rank(
         rank=rank,
-        local_rank=local_rank,
+        local_rank=started["local_rank"],
         attempt=attempt,
         folder=own,
         log_folder=log,
@@ -286,6 +287,7 @@ def _read_rank(folder: Path, own: Path, cells: Sources) -> Rank:
         pid=started.get("pid"),
         stack_signal=started.get("stack_signal"),
         warm=started.get("warm"),
+        node=started.get("node", ""),
         master=started.get("master", ""),
         world_size=started.get("world_size", 0),
         exitcode=ended.get("exitcode"),

@@ -13,6 +13,8 @@ from typing import Any
 
 # The run folder. It marks every process of a job.
 ENV_RUN = "DDPKIT_RUN"
+# The host of an agent and its ranks, in a job of several agents.
+ENV_NODE = "DDPKIT_NODE"
 ENV_BACKEND = "DDP_BACKEND"
 # "1": more NCCL ranks than GPUs share these.
 ENV_SHARE_GPU = "DDPKIT_SHARE_GPU"
@@ -51,9 +53,7 @@ STREAMS = ("stdout", "stderr")
 # Files of a run folder.
 JOB = "job.json"
 END = "end.json"
-AGENT_RECORD = "agent.json"
-AGENT_LOG = "torchrun.log"
-LOGS = "logs"
+NODES = "nodes"
 RANK_PYTHON = "rank-python"
 KEEPER_FILE = "keeper.py"
 # A -c program that imports the file by name, so that it is not compiled again.
@@ -64,6 +64,11 @@ CALL = "call.pkl"
 CALL_CONTEXT = "call.json"
 # The texts of the user's own modules, by file name.
 SOURCES = "sources.json"
+
+# Files of an agent's folder: the run folder, or nodes/<host>/ in it if there are several agents.
+AGENT_RECORD = "agent.json"
+AGENT_LOG = "torchrun.log"
+LOGS = "logs"
 
 # What the reader answered before the run was revealed.
 ANSWERED = "answered.json"
@@ -121,6 +126,16 @@ ASK_ENTRIES = b"e"
 def rank_folder(run: str | os.PathLike[str], attempt: int, rank: int) -> Path:
     """The folder of the records of global rank `rank` in attempt `attempt`, counted from 0."""
     return Path(run) / "ranks" / f"attempt_{attempt}" / f"rank_{rank}"
+
+
+def node_folder(run: str | os.PathLike[str], node: str) -> Path:
+    """The folder of the agent on host `node`; that of the run if the job has one agent, "" for `node`."""
+    return Path(run, NODES, node) if node else Path(run)
+
+
+def node_folders(run: Path) -> list[Path]:
+    """The folders of all agents of a job."""
+    return sorted((run / NODES).glob("*")) or [run]
 
 
 def own_rank_folder() -> Path | None:

@@ -7,7 +7,7 @@ import os
 import re
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpkit.display.sink import Line
@@ -141,23 +141,26 @@ def clean(raw: bytes, already_cut: int = 0) -> str:
 class Tails:
     """Every log file of a job, found as torchrun makes them."""
 
-    def __init__(self, folder: Path, nproc: int, exit_fd: int | None, every_line: bool = False) -> None:
-        self.folder, self._nproc = folder, nproc
+    def __init__(self, folder: Path, world_size: int, exit_fds: Sequence[int], every_line: bool = False) -> None:
+        self.folder, self._world_size = folder, world_size
         self.tails: dict[Path, Tail] = {}
         self._ranks = folder / "ranks"
-        self._exit_fd = exit_fd
+        self._exit_fds = list(exit_fds)
         self._every_line = every_line
         self._notify = _notifier()
         self._seen: set[Path] = set()
 
     def wait(self, seconds: float) -> None:
         """Return when a log grows, the job's processes end, or after `seconds`."""
-        fds = [fd for fd in (self._notify, self._exit_fd) if fd is not None]
+        fds = [*self._exit_fds, *([self._notify] if self._notify is not None else [])]
         if self._notify is None:
             seconds = min(seconds, 0.01)
         ready, _, _ = select.select(fds, [], [], seconds)
         if self._notify in ready:
             os.read(self._notify.fileno(), 64 * 1024)
+        for fd in set(ready) & set(self._exit_fds):
+            self._exit_fds.remove(fd)
+            os.close(fd)
 
     def find(self) -> None:
         """Find new log files. A rank's number is known once it has written its first record."""
@@ -165,7 +168,7 @@ class Tails:
             if attempt in self._seen or not (started := wire.read_record(attempt / wire.STARTED)):
                 continue
             number = int(attempt.parent.name.rsplit("_", 1)[1])
-            found = log_folder(self.folder, number, started["local_rank"])
+            found = log_folder(self.folder, number, started)
             if found is None:
                 continue
             self._seen.add(attempt)
@@ -175,7 +178,7 @@ class Tails:
     @property
     def complete(self) -> bool:
         """Whether every rank of each attempt so far is followed."""
-        return bool(self._seen) and len(self._seen) % self._nproc == 0
+        return bool(self._seen) and len(self._seen) % self._world_size == 0
 
     def read(self) -> Iterator[Line]:
         """New lines of every rank."""
@@ -200,8 +203,8 @@ class Tails:
         last = [line for tail in self.tails.values() for line in tail.close()]
         if self._notify is not None:
             self._notify.close()
-        if self._exit_fd is not None:
-            os.close(self._exit_fd)
+        for fd in self._exit_fds:
+            os.close(fd)
         return last
 
     def _follow(self, path: Path, rank: int, stream: str, attempt: int, since_ns: int) -> None:

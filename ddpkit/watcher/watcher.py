@@ -42,6 +42,8 @@ STATE_EVERY_S = 0.5
 BUSY_PATIENCE = 5
 # If the last look is older than this, there is another one before the job is ended.
 FRESH_S = 1.0
+# So long after the last rank has ended, an agent that waits for one that has failed is told to end.
+ALONE_S = 1.0
 FULL_DISK_BYTES = 512 * 1024
 
 
@@ -68,6 +70,7 @@ class Watcher:
     _still_exits: tuple[int | None, ...] = ()
     _looked_at_failure_of: int = -1
     _hoped_at: float = -math.inf
+    _ranks_seen_at: float = field(default_factory=time.monotonic)
     _handling: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def start(self) -> None:
@@ -77,7 +80,7 @@ class Watcher:
     def _watch(self) -> None:
         try:
             every_line = getattr(self.sink, "wants_every_line", False)
-            self._tails = Tails(self.run.folder, self.run.nproc, self.job.exit_fd(), every_line)
+            self._tails = Tails(self.run.folder, self.run.world_size, self.job.exit_fds(), every_line)
             self._cap = LogCap(self.job)
             self._follow()
         except Exception as error:
@@ -127,6 +130,7 @@ class Watcher:
         self._progress.update(ranks)
         self._handling = _handling(ranks)
         self._mind_the_limits(ranks)
+        self._mind_the_agents(ranks)
         elapsed = time.monotonic() - self.job.started
         self._note_standstill(ranks, elapsed)
         self.sink.now(Now(self._state(), elapsed, self._states(ranks), self._tails.skipped, self._note(), self._still))
@@ -168,8 +172,8 @@ class Watcher:
             kind, words = self._kind(rank)
             if kind == "silent" and rank.rank in found:
                 words = found[rank.rank].words
-            by_rank[rank.rank] = RankNow(rank.rank, kind, words, rss, device, mib, rank.attempt)
-        return tuple(by_rank.get(i, RankNow(i, "starting", "starting")) for i in range(self.run.nproc))
+            by_rank[rank.rank] = RankNow(rank.rank, kind, words, rss, device, mib, rank.attempt, rank.node)
+        return tuple(by_rank.get(i, RankNow(i, "starting", "starting")) for i in range(self.run.world_size))
 
     def _kind(self, rank: Rank) -> tuple[str, str]:
         if rank.exitcode is None:
@@ -218,6 +222,13 @@ class Watcher:
                 self._look(ranks, "failure")
             elif stalled:
                 withdraw(ranks)
+
+    def _mind_the_agents(self, ranks: Sequence[Rank]) -> None:
+        now = time.monotonic()
+        if any(rank.exitcode is None for rank in ranks):
+            self._ranks_seen_at = now
+        elif now - self._ranks_seen_at > ALONE_S:
+            self.job.let_go()
 
     def _may_still_come(self, ranks: Sequence[Rank], silent_s: float) -> bool:
         """Whether a stalled job may still go on or end by itself.

@@ -68,7 +68,7 @@ class Evidence {
     const state = make("span", "ddp-state-cell", row.state);
     if (row.tone === "fault" && !all) state.append(make("strong", "", at === undefined ? "at fault" : "holds up the rest"));
     const joined = row.collective && (row.waits ? `in ${row.collective}` : `last: ${row.collective}`);
-    const cells = [make("b", "", `rank ${row.rank}`), state, make("code", "ddp-where", row.where), make("span", row.waits ? "ddp-in" : "ddp-last", joined)];
+    const cells = [make("b", "", row.name), state, make("code", "ddp-where", row.where), make("span", row.waits ? "ddp-in" : "ddp-last", joined)];
     if (row.silent != null) cells.push(this.since(row.silent, at), make("span", "ddp-number", `${Math.round(100 * (row.busy ?? 0))} %`));
     const summary = make("summary", "ddp-cells", make("span", "ddp-turn"), ...cells);
     const fold = make("details", "ddp-row", summary, ...stacksOf(row));

@@ -154,8 +154,9 @@ class View {
     this.drawSoon();
   }
 
-  showRank([rank, kind, words, rss, device, deviceMib], sampled) {
+  showRank([rank, kind, words, rss, device, deviceMib, , node], sampled) {
     const lane = this.lane(rank);
+    lane.showHost(node);
     lane.showState(kind, words);
     if (!sampled) lane.sample(this.at, rss, deviceMib);
     lane.showMemory(rss, device, deviceMib);
@@ -309,11 +310,12 @@ class Lane {
   build() {
     this.words = make("span", "ddp-words", "starting");
     this.fault = make("strong", "ddp-fault");
+    this.title = make("span", "ddp-rank", `rank ${this.rank}`);
     this.host = new Gauge(1);
     this.device = new Gauge(2);
     this.memory = make("span", "ddp-memory", this.host.root, this.device.root);
     const said = make("span", "ddp-said", this.words, this.fault);
-    const head = make("div", "ddp-lane-head", make("span", "ddp-rank", `rank ${this.rank}`), said, this.memory);
+    const head = make("div", "ddp-lane-head", this.title, said, this.memory);
     this.log = make("div", "ddp-log");
     for (const [name, value] of [["role", "log"], ["aria-live", "off"], ["tabindex", "0"], ["aria-label", `output of rank ${this.rank}`]])
       this.log.setAttribute(name, value);
@@ -357,6 +359,11 @@ class Lane {
     if (this.words.textContent !== words) this.words.textContent = words;
     this.chipState.textContent = kind;
     this.log.dataset.empty = ["starting", "running", "silent"].includes(kind) ? `no output yet: ${words}` : "no output";
+  }
+
+  // In a job of several agents, the host of the rank.
+  showHost(node) {
+    if (node) this.title.textContent = `rank ${this.rank} on ${node}`;
   }
 
   showMemory(rss, device, deviceMib) {
