@@ -106,7 +106,7 @@ def _of_the_labs() -> list[Job]:
                 state=state,
                 nproc=lab.nproc,
                 start="bare",
-                options={"stall": lab.stall, "timeout": lab.timeout, "stop_on_stall": True},
+                options={"nnodes": lab.nnodes, "stall": lab.stall, "timeout": lab.timeout, "stop_on_stall": True},
                 env=dict(lab.env or {}),
             )
         )

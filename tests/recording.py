@@ -31,8 +31,10 @@ def keep(run: Path, script: Path, place: Path) -> None:
     words = words_of_the_machine(run, script)
     for source in sorted(run.rglob("*")):
         parts = source.relative_to(run).parts
-        if parts[0] == wire.LOGS and len(parts) > 1:
-            parts = (wire.LOGS, "job", *parts[2:])
+        if wire.LOGS in parts[:-1]:
+            # torchrun gives the folder a name by chance.
+            at = parts.index(wire.LOGS) + 1
+            parts = (*parts[:at], "job", *parts[at + 1 :])
         target = place.joinpath(*parts)
         if source.is_dir():
             target.mkdir(parents=True, exist_ok=True)

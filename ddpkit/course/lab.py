@@ -79,6 +79,7 @@ class Lab:
     culprit: Any = None
     page: str = ""
     nproc: int = 2
+    nnodes: int | str = 1
     stall: float = 3.0
     timeout: float = 60.0
     env: Mapping[str, str] | None = None

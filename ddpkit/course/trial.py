@@ -236,8 +236,9 @@ class Trials:
         around = (self.lab.env or {}) if self.env is None else self.env
         settings = {**around, **{k: v for r in remedies for k, v in (r.env or {}).items()}, **(env or {})}
         name = "_".join([self.lab.name, *(r.name for r in remedies)])
-        limits = {"nproc": self.lab.nproc, "timeout": self.lab.timeout, "stall": self.lab.stall}
-        return run_recorded(text, env=settings, **{"name": name, **limits, **self.options, **options})
+        size = {"nproc": self.lab.nproc, "nnodes": self.lab.nnodes}
+        limits = {"timeout": self.lab.timeout, "stall": self.lab.stall}
+        return run_recorded(text, env=settings, **{"name": name, **size, **limits, **self.options, **options})
 
     def outcome(self, run: Run, keeps: bool = True) -> Outcome:
         """What came of `run`; `keeps`: whether it trains as the plain script does."""
@@ -255,7 +256,7 @@ class Trials:
             script = patched(self.script, [*plain.edits, *self.lab.reference])
         except LaunchError:
             return None
-        run = self.run([plain], script=script, nproc=1, name=f"{self.lab.name}_one_process")
+        run = self.run([plain], script=script, nproc=1, nnodes=1, name=f"{self.lab.name}_one_process")
         return run if run.ok else None
 
 

@@ -197,12 +197,16 @@ def _torchrun(target: Sequence[str], options: Options, run_id: str) -> list[str]
 def _torchrun_settings(agent: Path, shutdown_timeout: str, node: str) -> dict[str, str]:
     """The environment of the agent of host `node`, with folder `agent`."""
     asked = {wire.ENV_SHUTDOWN: shutdown_timeout} if shutdown_timeout else {}
-    return asked | {
-        "PYTHON_EXEC": str((agent.parents[1] if node else agent) / wire.RANK_PYTHON),
-        "PET_LOG_DIR": str(agent / wire.LOGS),
-        "PET_REDIRECTS": "3",
-        "PET_MONITOR_INTERVAL": "0.05",
-    } | ({wire.ENV_NODE: node} if node else {})
+    return (
+        asked
+        | {
+            "PYTHON_EXEC": str((agent.parents[1] if node else agent) / wire.RANK_PYTHON),
+            "PET_LOG_DIR": str(agent / wire.LOGS),
+            "PET_REDIRECTS": "3",
+            "PET_MONITOR_INTERVAL": "0.05",
+        }
+        | ({wire.ENV_NODE: node} if node else {})
+    )
 
 
 def _shutdown_timeout(options: Options, env: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import re
@@ -122,6 +123,17 @@ def _check_nodes(nnodes: Any, torchrun: Sequence[str]) -> None:
         if option.startswith(("--standalone", "--nnodes")):
             name = option.partition("=")[0]
             raise LaunchError(f"launch: nnodes={nnodes!r} and torchrun's {name} asked for; leave {name} out.")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--rdzv-endpoint", "--rdzv_endpoint", default="")
+    endpoint = parser.parse_known_args(list(torchrun))[0].rdzv_endpoint
+    host = endpoint.rpartition(":")[0] or endpoint
+    try:
+        socket.getaddrinfo(host or "localhost", None)
+    except OSError as error:
+        raise LaunchError(
+            f"launch: the host {host} of --rdzv-endpoint cannot be resolved ({error.strerror}); give a name that every "
+            "host knows, or an address."
+        ) from None
 
 
 def free_port() -> int:
@@ -157,7 +169,9 @@ def decided_backend(options: Options, env: Mapping[str, str]) -> str:
         return "nccl"
     if asked == "nccl" and gpus < options.world_size:
         advice = f'nproc={gpus}, backend="gloo", or share_gpu=True' if gpus else 'backend="gloo"'
-        raise LaunchError(f'launch: {options.world_size} ranks asked for with backend "nccl", but {found}. Use {advice}.')
+        raise LaunchError(
+            f'launch: {options.world_size} ranks asked for with backend "nccl", but {found}. Use {advice}.'
+        )
     return asked or ("nccl" if gpus >= options.world_size else "gloo")
 
 

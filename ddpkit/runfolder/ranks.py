@@ -27,8 +27,9 @@ class Rank:
 
     `exitcode` is -9 for a death by SIGKILL, as in `subprocess`; `signal` names it. `told`: the signal that torchrun or
     ddpkit sent to end it. `oom`: the kernel's line, if it killed the rank for memory. `finished_ns`: when its script
-    ended; `left_at`: the line of the `sys.exit` that ended it. `node`: its host, if the job has several agents. `peak_rss_mib`: the system's figure. `words` and `role`
-    (passed, culprit, own, consequence, unknown) come from the verdict.
+    ended; `left_at`: the line of the `sys.exit` that ended it. `node`: its host, if the job has several agents.
+    `peak_rss_mib`: the system's figure. `words` and `role` (passed, culprit, own, consequence, unknown) come from the
+    verdict.
     """
 
     rank: int
