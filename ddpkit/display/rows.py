@@ -34,6 +34,7 @@ MET: dict[str, str] = {
     "gave_up": "gave up waiting",
     "reported": "was told that a rank had failed",
 }
+GONE = "gone with its host"
 _HAD_ENDED = re.compile(r"Detected at least one rank that exhausted inputs")
 _ENDED_BY = {"stopped": "stopped", "timeout": "ended at the timeout", "stall": "ended at the stall"}
 
@@ -130,7 +131,7 @@ def _row(rank: Rank, place: Place | None, at_fault: bool, revealed: bool, steady
     seen = rank.at if look and (still or not steady) else None
     line = failure.where if failure else seen
     ended = rank.words if revealed and rank.words else rank.plain_words
-    state = (look.state if look else "running") if alive else ended
+    state = (look.state if look else "running") if alive and rank.words != GONE else ended
     waited = state.startswith("gave up waiting")
     if waited and place:
         last = place.collective
@@ -203,6 +204,8 @@ def lane_words(rank: Rank, verdict: Verdict, ending: Ending) -> str:
     end, at_fault = verdict.ends.get(rank.rank), verdict.roles.get(rank.rank) == "culprit"
     if end == "passed":
         return "left early, exit code 0" if at_fault else "passed"
+    if end == "unknown" and rank.node in ending.lost:
+        return GONE
     if end in MET:
         met = _met(rank, end, verdict.kind)
         return f"{met}: a consequence" if not at_fault else "came too late" if verdict.kind == "straggler" else met

@@ -60,6 +60,11 @@ class Job:
         """File descriptors that become readable when an agent's processes are gone; the caller closes them."""
         return []
 
+    @property
+    def waits(self) -> str:
+        """What the job waits for before any agent can start, such as a place in a queue; "" if for nothing."""
+        return ""
+
     def let_go(self) -> None:
         """Tell the agents to end that wait for one that has failed; the watcher calls it while no rank is left."""
 

@@ -14,7 +14,10 @@ from .stable import shortened, stable
 
 @dataclass(frozen=True)
 class Ending:
-    """How the job ended. `reason`: "" (by itself), "stopped", "timeout" or "stall"."""
+    """How the job ended. `reason`: "" (by itself), "stopped", "timeout" or "stall"; `by`: a sentence that says more of it.
+
+    `agent_node` is the host of the agent that counts, "" if there is one agent; `lost` are hosts without a sign of life.
+    """
 
     reason: str = ""
     agent_exitcode: int | None = 0
@@ -24,6 +27,19 @@ class Ending:
     timeout_s: float | None = None
     stall_s: float | None = None
     running: bool = False
+    by: str = ""
+    lost: tuple[str, ...] = ()
+
+    @property
+    def agent_death(self) -> str:
+        """`torchrun itself was killed by SIGKILL`, or `torchrun on node1 was killed by SIGKILL`."""
+        agent = f"torchrun on {self.agent_node}" if self.agent_node else "torchrun itself"
+        return f"{agent} was killed by {self.agent_signal}"
+
+    @property
+    def hosts_lost(self) -> str:
+        """`host n2`, `hosts n2, n3`."""
+        return f"host{'s' * (len(self.lost) > 1)} {', '.join(self.lost)}"
 
 
 @dataclass(frozen=True)
@@ -57,8 +73,10 @@ def read_account(folder: Path, spec: Mapping[str, Any], end: Mapping[str, Any], 
         reason=reason,
         agent_exitcode=agent.get("exitcode", end.get("keeper_exitcode")),
         agent_signal=None if reason else agent.get("signal"),
-        agent_error=_last_words(torchrun_log),
+        agent_error=end.get("error") or _last_words(torchrun_log),
         agent_node=node,
+        by=end.get("by", ""),
+        lost=tuple(end.get("lost", ())),
         timeout_s=spec.get("timeout_s"),
         stall_s=spec.get("stall_s"),
     )

@@ -62,6 +62,20 @@ def packed(run: Path, target: str | Path | None, summary: str) -> Path:
     return path.resolve()
 
 
+def found_run(folder: str | Path) -> Path:
+    """The run folder `folder`, or that of a zip, which is unpacked.
+
+    Raises:
+        FileNotFoundError: no run is there.
+    """
+    path = Path(folder).expanduser().resolve()
+    if zipfile.is_zipfile(path):
+        path = unpacked(path)
+    if not (path / wire.JOB).exists():
+        raise FileNotFoundError(f"Run.from_folder: {path} holds no {wire.JOB}; give a folder below .ddpkit/runs/.")
+    return path
+
+
 def unpacked(bundle: Path) -> Path:
     """Unpack a zip that `Run.bundle` wrote, without pickled values, and return its run folder.
 

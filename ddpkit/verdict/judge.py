@@ -72,6 +72,8 @@ def find(ranks: Sequence[Rank], ended: Mapping[int, End], ending: Ending) -> Fin
         return by_own_failure(own, ranks)
     if "parted" in ended.values():
         return _parted(ranks)
+    if lost := numbers_of(rank for rank in ranks if rank.node in ending.lost):
+        return Finding(lost, "agent", "host_lost")
     if ending.reason:
         return _of_an_ended_job(ranks, ending)
     if ending.agent_signal:

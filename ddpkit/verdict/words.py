@@ -52,11 +52,13 @@ def sentence(found: Finding, ranks: Sequence[Rank], ending: Ending) -> str:
 
 
 def _why_ended(ending: Ending) -> str:
+    if ending.by or not ending.reason:
+        return ending.by
     if ending.reason == "timeout":
         return f"The job ran longer than timeout={ending.timeout_s:g} s and was ended."
     if ending.reason == "stall":
         return f"No rank made progress for stall={ending.stall_s:g} s and the job was ended."
-    return "The job was stopped." if ending.reason else ""
+    return "The job was stopped."
 
 
 def _do(numbers: Sequence[int], one: str, more: str) -> str:
@@ -72,9 +74,8 @@ def _does(f: Facts) -> str:
 
 def _each(f: Facts, some: Iterable[int] | None = None) -> str:
     """`rank 0 waits in barrier #4; rank 1 sits at line 9`, for all ranks or for some."""
-    return "; ".join(
-        f"rank {number} {doing(f.places[number])}" for number in sorted(f.places if some is None else some)
-    )
+    numbers = sorted(f.places if some is None else some)
+    return "; ".join(f"rank {number} {doing(f.places[number])}" for number in numbers)
 
 
 def _at(rank: Rank) -> str:
@@ -288,9 +289,8 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     # The job as a whole.
     "unknown": _untold,
     "unknown/agent_failed": lambda f: f"torchrun ended before any rank had started: {f.ending.agent_error}",
-    "agent/agent_killed": lambda f: (
-        f"torchrun itself was killed by {f.ending.agent_signal}; then its ranks were ended."
-    ),
+    "agent/agent_killed": lambda f: f"{f.ending.agent_death}; then its ranks were ended.",
+    "agent/host_lost": lambda f: f"{f.ending.hosts_lost} gave no sign of life any more, nor did {f.who} there.",
     "agent/agent_failed": lambda f: f"every rank passed, but torchrun failed: {f.ending.agent_error}",
     "ended": lambda f: "",
     "passed": lambda f: "",
