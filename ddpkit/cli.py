@@ -12,6 +12,7 @@ from .diagnosis.pages import explain as look_up
 from .errors import LaunchError, LogError
 from .launcher.launcher import launch
 from .launcher.options import EXIT_CODES
+from .launcher.script_command import script
 from .launcher.smoke_command import smoke
 from .launcher.train_command import CONTEXT, train
 from .processes.running_jobs import NoSuchJob
@@ -66,6 +67,7 @@ def run(
 
 app.command(context_settings=CONTEXT)(train)
 app.command()(smoke)
+app.command(context_settings={"allow_interspersed_args": False})(script)
 
 
 @app.command()
