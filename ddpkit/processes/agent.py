@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,18 +113,20 @@ class Job:
 
 
 class LocalJob(Job):
-    """A job whose agents, one for each start, run on this machine."""
+    """A job whose agents, one for each name in `nodes`, run on this machine."""
 
-    def __init__(self, folder: Path, starts: Sequence[Start], elastic: bool = False) -> None:
-        super().__init__(folder, starts[0].cold_because)
+    def __init__(self, folder: Path, start: Start, nodes: Sequence[str] = ("",), elastic: bool = False) -> None:
+        super().__init__(folder, start.cold_because)
         self.elastic = elastic
         write_rank_python(folder)
         self._keepers: dict[str, subprocess.Popen[bytes] | ForkedKeeper] = {}
-        for start in starts:
-            own = wire.node_folder(folder, start.node)
+        for node in nodes:
+            own = wire.node_folder(folder, node)
             own.mkdir(parents=True, exist_ok=True)
+            settings = {wire.ENV_NODE: node, "PET_LOG_DIR": str(own / wire.LOGS)} if node else {}
+            each = replace(start, env={**start.env, **settings})
             with open(own / wire.AGENT_LOG, "wb") as log:
-                self._keepers[start.node] = self._start_warm(start, log.fileno()) or _start_cold(start, log.fileno())
+                self._keepers[node] = self._start_warm(each, log.fileno()) or _start_cold(each, log.fileno())
         self.started = time.monotonic()
 
     def _start_warm(self, start: Start, log: int) -> ForkedKeeper | None:

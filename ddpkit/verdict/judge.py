@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -151,7 +150,7 @@ def _stood_still(ranks: Sequence[Rank]) -> bool:
             still.append(unmoved_s(rank))
             if place_of(rank).kind in ("waiting", "joining"):
                 waiting.append(unmoved_s(rank))
-    return min(waiting or still, default=math.inf) >= max(STILL_FROM_S, _STEPS_MISSED * longest_ns / 1e9)
+    return min(waiting or still, default=0.0) >= max(STILL_FROM_S, _STEPS_MISSED * longest_ns / 1e9)
 
 
 def who_holds_up_the_job(ranks: Sequence[Rank]) -> Finding:

@@ -1,7 +1,7 @@
 """Runs on each host of a job: starts torchrun there, and looks at the host's own ranks for the watcher far away.
 
-`python -P -m ddpkit.watcher.beside RUN command...`, with the host's name in DDPKIT_NODE. What it finds goes into the
-host's folder below the run folder, which all hosts share; `far.py` reads it.
+`python -P -m ddpkit.watcher.beside RUN command...`, started by Slurm. What it finds goes into the host's folder below the
+run folder, which all hosts share; `far.py` reads it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ class Beside:
     def run(self, command: Sequence[str]) -> int:
         """Start the agent `command` under a keeper, watch its ranks; returns the keeper's exit code."""
         self._beat([])
-        env = {**os.environ, "PET_LOG_DIR": str(self.own / wire.LOGS)}
+        # The mark by which the keeper finds what it has to end: this process does not have it.
+        env = {**os.environ, wire.ENV_NODE: self.node, "PET_LOG_DIR": str(self.own / wire.LOGS)}
         keeping = [sys.executable, "-I", "-S", str(KEEPER), "agent", str(os.getpid()), *command]
         with open(self.own / wire.AGENT_LOG, "wb") as log:
             keeper = subprocess.Popen(keeping, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -59,8 +61,13 @@ class Beside:
         asked = wire.read_record(self.folder / wire.LOOK_ASKED) or {}
         if asked.get("number", 0) > self.looked:
             self.looked = asked["number"]
+            # It may take longer than this host may be silent.
+            threading.Thread(target=self._look, args=(ranks, asked), name="ddpkit looks").start()
+
+    def _look(self, ranks: Sequence[Rank], asked: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):
             self.progress.look(ranks, asked["why"])
-            wire.write_record(self.own / wire.LOOKED, {"number": self.looked})
+            wire.write_record(self.own / wire.LOOKED, {"number": asked["number"]})
 
     def _beat(self, ranks: Sequence[Rank]) -> None:
         """Write down that this host lives, and how its ranks do."""
@@ -87,7 +94,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     folder = Path(sys.argv[1])
-    beside = Beside(folder, os.environ[wire.ENV_NODE])
+    beside = Beside(folder, os.environ["SLURMD_NODENAME"])
     sys.exit(beside.run(sys.argv[2:]) & 0xFF)
 
 

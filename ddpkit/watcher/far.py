@@ -13,7 +13,7 @@ from ddpkit.runfolder.ranks import Rank
 from .progress import Memory, Progress
 
 # Several times longer than a beat takes, and than NFS keeps what it knows of a file that changes (3 s).
-LOST_AFTER_S = 6.0
+LOST_AFTER_S = 5.0
 LOOK_WITHIN_S = 12.0
 
 
