@@ -154,18 +154,11 @@ def start(
         progress: Progress = FarProgress(folder)
         spec |= {"slurm": job.number, "command": job.plain_command}
     else:
-        start = Start(
-            command,
-            spec["cwd"],
-            env,
-            _cold_because(target, options, env),
-            # The folder that Python puts first in sys.path in the ranks.
-            [os.path.dirname(script) if script else spec["cwd"]],
-            target.variables(),
-            _base_environment(),
-            zygote.PATIENCE_S if wait or patient else 0,
-        )
-        job, progress = LocalJob(folder, start, options.nodes, options.elastic), Progress()
+        # The folder that Python puts first in sys.path in the ranks.
+        imports = [os.path.dirname(script) if script else spec["cwd"]]
+        cold, patience_s = _cold_because(target, options, env), zygote.PATIENCE_S if wait or patient else 0
+        begin = Start(command, spec["cwd"], env, cold, imports, target.variables(), _base_environment(), patience_s)
+        job, progress = LocalJob(folder, begin, options.nodes, options.elastic), Progress()
     wire.write_record(folder / wire.JOB, {**spec, "cold_because": job.cold_because})
     run = Run(folder, job, options.reveal)
     limits = Limits(options.timeout_s, options.stall_s, options.stop_on_stall)
