@@ -173,6 +173,17 @@ def test_the_command_runs_once_on_each_node(queue: Cluster) -> None:
     assert told == [f"{[name, text]} {words}" for name in ("n1", "n2")]
 
 
+def test_names_paths_and_options_keep_their_spaces_and_quotes(queue: Cluster) -> None:
+    Path("it's a #1").mkdir()
+    options = SlurmOptions(sbatch=['--comment=two "words" it\'s', "-c2"])
+    text = batch_file(options, "it's #1", ["bash", "-c", "echo $SLURM_CPUS_PER_TASK"], "it's a #1/out.txt")
+    Path("job.sbatch").write_text(text)
+    job = submit(Path("job.sbatch"))
+    assert ended(job).state == "COMPLETED" and Path("it's a #1/out.txt").read_text() == "2\n2\n"
+    shown = queue.said("scontrol", "show", "job", job)
+    assert "JobName=it's_#1\n" in shown and 'Comment=two "words" it\'s' in shown
+
+
 def test_a_notebook_inside_a_job_may_start_another(queue: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_NTASKS_PER_NODE": "7", "SLURM_JOB_ID": "77", "SBATCH_OUTPUT": "other.txt"}.items():
         monkeypatch.setenv(name, value)
@@ -194,6 +205,14 @@ def test_cancelling_ends_the_processes_of_every_node(queue: Cluster) -> None:
     assert ended(job).state == "CANCELLED"
 
 
+def test_the_time_limit_is_told_as_what_it_is(queue: Cluster) -> None:
+    """Slurm looks at time limits every 30 seconds."""
+    job = sent(SLEEPS, SlurmOptions(time_limit="2"))
+    until_up(job)
+    queue.said("scontrol", "update", f"jobid={job}", "EndTime=now")
+    assert ended(job).state == "TIMEOUT" and state_of(job).words == "ended at its time limit"
+
+
 def test_a_lost_node_leaves_the_other_running_until_the_job_is_cancelled(queue: Cluster) -> None:
     job = sent(SLEEPS)
     until_up(job)
@@ -206,6 +225,16 @@ def test_a_lost_node_leaves_the_other_running_until_the_job_is_cancelled(queue: 
     cancel(job)
     assert ended(job).state == "CANCELLED"
     queue.start_node("n2")
+
+
+def test_a_node_that_slurm_has_lost_ends_a_job_that_does_not_ask_otherwise(queue: Cluster) -> None:
+    text = batch_file(TWO, "x", SLEEPS, "out.txt").replace("#SBATCH --no-kill\n", "").replace(" --no-kill", "")
+    Path("job.sbatch").write_text(text)
+    job = submit(Path("job.sbatch"))
+    until_up(job)
+    queue.kill_node("n2")
+    queue.start_node("n2")
+    assert ended(job).state == "NODE_FAIL" and state_of(job).words == "ended: Slurm lost a node"
 
 
 def test_the_death_of_the_first_node_leaves_the_other_to_be_cancelled(queue: Cluster) -> None:
@@ -221,7 +250,7 @@ def test_the_death_of_the_first_node_leaves_the_other_to_be_cancelled(queue: Clu
 
 
 def test_a_folder_can_be_kept_from_a_node(queue: Cluster, tmp_path: Path) -> None:
-    """Slurm alone does not tell: the output of a batch node that lacks the folder is lost."""
+    """And a batch node that lacks the folder of the output says so by a signal that does not exist."""
     Path("mine").mkdir()
     queue.kill_node("n1")
     queue.start_node("n1", hidden=(tmp_path,))

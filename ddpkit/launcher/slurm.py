@@ -109,7 +109,7 @@ class SlurmOptions:
 
 
 def _check_option(option: object) -> None:
-    if not isinstance(option, str) or not re.fullmatch(r"--?[A-Za-z][^\r\n]*", option):
+    if not isinstance(option, str) or not re.fullmatch(r"--[a-z][a-z-]*(=[^\r\n]*)?|-[A-Za-z]\S*", option):
         advice = 'give each option and its value as one string, such as "--gres=gpu:4".'
         raise LaunchError(f"launch: {option!r} in sbatch= is not an option; {advice}")
     name = re.split(r"[=\s]", option[2:])[0] if option.startswith("--") else option[1]
@@ -137,13 +137,13 @@ def batch_file(
     asked = [f"--job-name={'_'.join(name.split())}", f"--nodes={options.nodes}", "--ntasks-per-node=1"]
     named = {"partition": options.partition, "time": options.time_limit, "account": options.account}
     asked += [f"--{option}={value}" for option, value in named.items() if value]
-    asked += [shlex.quote(f"--output={output}"), "--no-requeue", "--no-kill", *options.sbatch]
+    asked += [f"--output={output}", "--no-requeue", "--no-kill", *options.sbatch]
     rendezvous = _RENDEZVOUS.format(nodes=options.nodes)
     words = [rendezvous if word == RENDEZVOUS else shlex.quote(word) for word in command]
     each = [f'export {key}="{value}"' for key, value in (on_each_node or {}).items()]
     on_node = "\n".join(["", *each, f"exec {' '.join(words)}"])
     settings = [f"export {key}={shlex.quote(value)}" for key, value in (environment or {}).items()]
-    directives = "\n".join(f"#SBATCH {option}" for option in asked)
+    directives = "\n".join(f"#SBATCH {shlex.quote(option)}" for option in asked)
     begin = _BEGIN.format(python=shlex.quote(sys.executable))
     return "\n".join(["#!/bin/bash", directives, "", *settings, begin, f"{_SRUN} bash -c {shlex.quote(on_node)}", ""])
 
