@@ -160,17 +160,17 @@ def test_a_job_that_waits_says_for_what(queue: Cluster) -> None:
 
 
 def test_the_command_runs_once_on_each_node(queue: Cluster) -> None:
-    """With its words as they were given, the same environment on both, and what each node has to expand."""
-    code = "import os, sys; print([os.environ[n] for n in ('NODE', 'TEXT')], sys.argv[1:], flush=True)"
+    """With its words as they were given and the same environment on both; the lines before it ran on the first alone."""
+    code = "import os, sys; print([os.environ[n] for n in ('SLURMD_NODENAME', 'TEXT')], sys.argv[1:], flush=True)"
     words, text = ["it's", "two words", "$HOME", '"'], "a 'b' $c"
     job = sent(
         [sys.executable, "-c", code, *words],
         environment={"TEXT": text},
-        on_each_node={"NODE": "$SLURMD_NODENAME"},
+        before="hostname",
     )
     assert ended(job) == QueueState("COMPLETED", nodes=("n1", "n2"))
     told = sorted(Path("out.txt").read_text().splitlines())
-    assert told == [f"{[name, text]} {words}" for name in ("n1", "n2")]
+    assert told == [*(f"{[name, text]} {words}" for name in ("n1", "n2")), "n1"]
 
 
 def test_names_paths_and_options_keep_their_spaces_and_quotes(queue: Cluster) -> None:

@@ -127,12 +127,12 @@ def batch_file(
     command: Sequence[str],
     output: str,
     environment: Mapping[str, str] | None = None,
-    on_each_node: Mapping[str, str] | None = None,
+    before: str = "",
 ) -> str:
     """The text of a file for sbatch, which runs `command` once on each node.
 
     The word RENDEZVOUS in `command` becomes torchrun's options. `output` is a pattern of sbatch, such as "%j.out".
-    `environment` has the same values on all nodes; bash expands those of `on_each_node` there: {"NODE": "$SLURMD_NODENAME"}.
+    `environment` has the same values on all nodes. The lines of `before` run on the first node before all else.
     """
     asked = [f"--job-name={'_'.join(name.split())}", f"--nodes={options.nodes}", "--ntasks-per-node=1"]
     named = {"partition": options.partition, "time": options.time_limit, "account": options.account}
@@ -140,12 +140,12 @@ def batch_file(
     asked += [f"--output={output}", "--no-requeue", "--no-kill", *options.sbatch]
     rendezvous = _RENDEZVOUS.format(nodes=options.nodes)
     words = [rendezvous if word == RENDEZVOUS else shlex.quote(word) for word in command]
-    each = [f'export {key}="{value}"' for key, value in (on_each_node or {}).items()]
-    on_node = "\n".join(["", *each, f"exec {' '.join(words)}"])
+    on_node = f"\nexec {' '.join(words)}"
     settings = [f"export {key}={shlex.quote(value)}" for key, value in (environment or {}).items()]
     directives = "\n".join(f"#SBATCH {shlex.quote(option)}" for option in asked)
     begin = _BEGIN.format(python=shlex.quote(sys.executable))
-    return "\n".join(["#!/bin/bash", directives, "", *settings, begin, f"{_SRUN} bash -c {shlex.quote(on_node)}", ""])
+    lines = ["#!/bin/bash", directives, "", *settings, *filter(None, [before]), begin]
+    return "\n".join([*lines, f"{_SRUN} bash -c {shlex.quote(on_node)}", ""])
 
 
 @dataclass(frozen=True)
