@@ -14,6 +14,7 @@ import pytest
 from conftest import wait_for
 from slurm_cluster import Cluster, cluster
 
+from ddpkit.cli import main
 from ddpkit.errors import LaunchError
 from ddpkit.launcher import slurm
 from ddpkit.launcher.slurm import QueueState, SlurmOptions, batch_file, cancel, refuse_impossible, state_of, submit
@@ -304,6 +305,10 @@ def test_the_printed_script_runs_as_it_is(queue: Cluster) -> None:
         (["--backend", "mpi", "x.py"], 'script: backend "mpi" is not one of gloo, nccl; use one of them.'),
     ],
 )
-def test_a_script_that_cannot_be_printed(asked: list[str], sentence: str) -> None:
-    done = subprocess.run(["ddpkit", "script", *asked], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"ddpkit: {sentence}\n")
+def test_a_script_that_cannot_be_printed(
+    asked: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ddpkit", "script", *asked])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr() == ("", f"ddpkit: {sentence}\n")

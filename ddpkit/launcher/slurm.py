@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
@@ -52,6 +51,7 @@ _ENDS = {
     "TIMEOUT": "ended at its time limit",
 }
 _STATES = _ENDS | {"SILENT": "unknown: the controller does not answer", "GONE": "no longer known"}
+_expanded: dict[str, tuple[str, ...]] = {}
 # Reasons why a job waits that do not go away by themselves.
 _NEVER = {
     "PartitionConfig": "the partition cannot give what the job asks for",
@@ -285,15 +285,17 @@ def _sizes() -> dict[str, int]:
     found: dict[str, int] = {}
     for line in done.stdout.splitlines():
         name, _, count = line.partition("|")
-        found[name] = found.get(name, 0) + int(count)
+        # From 10,000 nodes on, Slurm rounds: "12K".
+        found[name] = found.get(name, 0) + (int(count) if count.isdigit() else 10_000)
     return found
 
 
-@functools.lru_cache(maxsize=64)
 def _names(nodes: str) -> tuple[str, ...]:
     """The single names in Slurm's list of nodes, such as "n[1-2]"."""
     if nodes in ("", "(null)", "None", "None assigned"):
         return ()
     if "[" not in nodes:
         return tuple(nodes.split(","))
-    return tuple(_asked(["scontrol", "show", "hostnames", nodes]).stdout.split())
+    if nodes not in _expanded and (names := _asked(["scontrol", "show", "hostnames", nodes]).stdout.split()):
+        _expanded[nodes] = tuple(names)
+    return _expanded.get(nodes, ())
