@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
@@ -52,6 +51,7 @@ _ENDS = {
     "TIMEOUT": "ended at its time limit",
 }
 _STATES = _ENDS | {"SILENT": "unknown: the controller does not answer", "GONE": "no longer known"}
+_expanded: dict[str, tuple[str, ...]] = {}
 # Reasons why a job waits that do not go away by themselves.
 _NEVER = {
     "PartitionConfig": "the partition cannot give what the job asks for",
@@ -109,7 +109,7 @@ class SlurmOptions:
 
 
 def _check_option(option: object) -> None:
-    if not isinstance(option, str) or not re.fullmatch(r"--?[A-Za-z][^\r\n]*", option):
+    if not isinstance(option, str) or not re.fullmatch(r"--[a-z][a-z-]*(=[^\r\n]*)?|-[A-Za-z]\S*", option):
         advice = 'give each option and its value as one string, such as "--gres=gpu:4".'
         raise LaunchError(f"launch: {option!r} in sbatch= is not an option; {advice}")
     name = re.split(r"[=\s]", option[2:])[0] if option.startswith("--") else option[1]
@@ -137,12 +137,12 @@ def batch_file(
     asked = [f"--job-name={'_'.join(name.split())}", f"--nodes={options.nodes}", "--ntasks-per-node=1"]
     named = {"partition": options.partition, "time": options.time_limit, "account": options.account}
     asked += [f"--{option}={value}" for option, value in named.items() if value]
-    asked += [shlex.quote(f"--output={output}"), "--no-requeue", "--no-kill", *options.sbatch]
+    asked += [f"--output={output}", "--no-requeue", "--no-kill", *options.sbatch]
     rendezvous = _RENDEZVOUS.format(nodes=options.nodes)
     words = [rendezvous if word == RENDEZVOUS else shlex.quote(word) for word in command]
     on_node = f"\nexec {' '.join(words)}"
     settings = [f"export {key}={shlex.quote(value)}" for key, value in (environment or {}).items()]
-    directives = "\n".join(f"#SBATCH {option}" for option in asked)
+    directives = "\n".join(f"#SBATCH {shlex.quote(option)}" for option in asked)
     begin = _BEGIN.format(python=shlex.quote(sys.executable))
     lines = ["#!/bin/bash", directives, "", *settings, *filter(None, [before]), begin]
     return "\n".join([*lines, f"{_SRUN} bash -c {shlex.quote(on_node)}", ""])
@@ -285,15 +285,17 @@ def _sizes() -> dict[str, int]:
     found: dict[str, int] = {}
     for line in done.stdout.splitlines():
         name, _, count = line.partition("|")
-        found[name] = found.get(name, 0) + int(count)
+        # From 10,000 nodes on, Slurm rounds: "12K".
+        found[name] = found.get(name, 0) + (int(count) if count.isdigit() else 10_000)
     return found
 
 
-@functools.lru_cache(maxsize=64)
 def _names(nodes: str) -> tuple[str, ...]:
     """The single names in Slurm's list of nodes, such as "n[1-2]"."""
     if nodes in ("", "(null)", "None", "None assigned"):
         return ()
     if "[" not in nodes:
         return tuple(nodes.split(","))
-    return tuple(_asked(["scontrol", "show", "hostnames", nodes]).stdout.split())
+    if nodes not in _expanded and (names := _asked(["scontrol", "show", "hostnames", nodes]).stdout.split()):
+        _expanded[nodes] = tuple(names)
+    return _expanded.get(nodes, ())
