@@ -11,12 +11,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL
 
 from ddpkit.errors import LaunchError
 
 # The word of a node's command that stands for torchrun's rendezvous options, which only the job's own nodes can know.
 RENDEZVOUS = "{rendezvous}"
-# Slurm's commands answer in milliseconds; a controller that cannot be reached is given up by them after about 10 s.
+# Its commands answer in milliseconds; they give up a controller that cannot be reached after about 10 s.
 ANSWER_S = 60.0
 # Options of sbatch that the batch file sets itself, or that would make it another kind of job.
 _OWN = {"nodes": "nodes=", "N": "nodes=", "partition": "partition=", "p": "partition=", "account": "account="}
@@ -262,13 +263,7 @@ def _asked(command: Sequence[str], env: Mapping[str, str] | None = None) -> subp
     """Run one of Slurm's commands; one that does not end in time, or is not there, fails with a sentence on stderr."""
     try:
         return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=ANSWER_S,
-            env=env,
-            stdin=subprocess.DEVNULL,
+            command, capture_output=True, text=True, errors="replace", timeout=ANSWER_S, env=env, stdin=DEVNULL
         )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"{command[0]} gave no answer in {ANSWER_S:.0f} s")

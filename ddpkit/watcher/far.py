@@ -29,16 +29,19 @@ class FarProgress(Progress):
 
     def update(self, ranks: Sequence[Rank]) -> None:
         self._note_ends(ranks)
+        self._hear()
         now = time.monotonic()
-        for own in (self.folder / wire.NODES).glob("*"):
-            pulse = wire.read_record(own / wire.PULSE) or {}
-            if pulse and pulse["beats"] != self._beats.get(own.name, (0, 0.0))[0]:
-                self._beats[own.name] = pulse["beats"], now
-                self._pulses |= pulse["ranks"]
         for rank in ranks:
             heard, told = self._of(rank.attempt, rank.rank), self._told(rank)
             if told:
                 heard.at = max(heard.at, now - told["silent_s"])
+
+    def _hear(self) -> None:
+        for own in (self.folder / wire.NODES).glob("*"):
+            pulse = wire.read_record(own / wire.PULSE) or {}
+            if pulse and pulse["beats"] != self._beats.get(own.name, (0, 0.0))[0]:
+                self._beats[own.name] = pulse["beats"], time.monotonic()
+                self._pulses |= pulse["ranks"]
 
     def lost(self) -> list[str]:
         """The hosts that have given no sign of life for `LOST_AFTER_S`, although their agents have not ended."""
@@ -72,10 +75,12 @@ class FarProgress(Progress):
         """Have every host look at its own ranks; returns when all that live have, or after `LOOK_WITHIN_S`."""
         self._looks += 1
         wire.write_record(self.folder / wire.LOOK_ASKED, {"number": self._looks, "why": why})
-        waited_for = {rank.node for rank in ranks if rank.exitcode is None and rank.pid} - set(self.lost())
+        waited_for = {rank.node for rank in ranks if rank.exitcode is None and rank.pid}
         until = time.monotonic() + LOOK_WITHIN_S
         while waited_for and time.monotonic() < until:
             time.sleep(0.05)
+            self._hear()
+            waited_for -= set(self.lost())
             for node in list(waited_for):
                 own = wire.node_folder(self.folder, node)
                 done = (wire.read_record(own / wire.LOOKED) or {}).get("number", 0) >= self._looks
