@@ -153,6 +153,7 @@ def test_a_job_that_waits_says_for_what(queue: Cluster) -> None:
     assert state_of(held) == QueueState("PENDING", "JobHeldUser")
     assert state_of(held).words == "waits in the queue (JobHeldUser: its user holds it)"
     wait_for(lambda: state_of(long).never, SOON)
+    assert QueueState("PENDING").words == "waits in the queue"
     for job in (held, long):
         assert state_of(job).waiting and not state_of(job).ended
         cancel(job)

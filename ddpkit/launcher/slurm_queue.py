@@ -77,7 +77,8 @@ class QueueState:
     def words(self) -> str:
         """The state in words, to follow "Slurm: "."""
         if self.waiting:
-            return f"waits in the queue ({self.reason}{': ' * bool(self.never)}{self.never})"
+            why = ": ".join(filter(None, [self.reason, self.never]))
+            return f"waits in the queue ({why})" if why else "waits in the queue"
         if self.state == "FAILED":
             return f"failed with {f'signal {self.signal}' if self.signal else f'exit code {self.exit_code}'}"
         return _STATES.get(self.state, self.state.lower())
