@@ -16,8 +16,8 @@ from slurm_cluster import Cluster, cluster
 
 from ddpkit.cli import main
 from ddpkit.errors import LaunchError
-from ddpkit.launcher import slurm
-from ddpkit.launcher.slurm import QueueState, SlurmOptions, batch_file, cancel, refuse_impossible, state_of, submit
+from ddpkit.launcher.slurm import SlurmOptions, batch_file
+from ddpkit.launcher.slurm_queue import QueueState, cancel, refuse_impossible, state_of, submit
 
 # Seconds in which a busy machine schedules, starts or ends a job.
 SOON = 40.0
@@ -49,9 +49,9 @@ def sent(command: list[str], options: SlurmOptions = TWO, **others: Any) -> str:
     return submit(Path("job.sbatch"))
 
 
-def ended(job: str) -> QueueState:
+def ended(job: str, seconds: float = SOON) -> QueueState:
     """The state of a job as soon as it has ended for good."""
-    return wait_for(lambda: (seen := state_of(job)).ended and seen.state != "COMPLETING" and seen, SOON)
+    return wait_for(lambda: (seen := state_of(job)).ended and seen.state != "COMPLETING" and seen, seconds)
 
 
 def until_up(job: str) -> None:
@@ -153,6 +153,7 @@ def test_a_job_that_waits_says_for_what(queue: Cluster) -> None:
     assert state_of(held) == QueueState("PENDING", "JobHeldUser")
     assert state_of(held).words == "waits in the queue (JobHeldUser: its user holds it)"
     wait_for(lambda: state_of(long).never, SOON)
+    assert QueueState("PENDING").words == "waits in the queue"
     for job in (held, long):
         assert state_of(job).waiting and not state_of(job).ended
         cancel(job)
@@ -290,7 +291,7 @@ def test_the_printed_script_runs_as_it_is(queue: Cluster) -> None:
     assert "ddpkit" not in told.stdout.replace(sys.executable, "")
     Path("plain.sbatch").write_text(told.stdout)
     job = subprocess.run(["sbatch", "--parsable", "plain.sbatch"], capture_output=True, text=True, check=True).stdout
-    seen = wait_for(lambda: (seen := state_of(job.strip())).state in slurm._ENDS and seen, 120)
+    seen = ended(job.strip(), 120)
     text = Path(f"hello-{job.strip()}.out").read_text()
     assert seen.state == "COMPLETED", text
     for rank in range(2):

@@ -20,7 +20,8 @@ from ddpkit.runfolder import wire
 from ddpkit.watcher.far import FarProgress
 from ddpkit.watcher.watcher import Limits, Watcher
 
-from .slurm import RENDEZVOUS, QueueState, SlurmOptions, batch_file, cancel, state_of, submit
+from .slurm import RENDEZVOUS, SlurmOptions, batch_file
+from .slurm_queue import QueueState, cancel, state_of, submit
 
 WHY_COLD = "it runs on Slurm's hosts"
 BATCH_FILE, PLAIN_FILE, LOG = "job.sbatch", "plain.sbatch", "slurm.log"

@@ -17,7 +17,8 @@ from ddpkit.errors import LaunchError
 from ddpkit.machine import devices
 from ddpkit.runfolder import wire
 
-from .slurm import SlurmOptions, refuse_impossible
+from .slurm import SlurmOptions
+from .slurm_queue import refuse_impossible
 
 BACKENDS = ("gloo", "nccl")
 # The commands' exit codes by how the job ended; 1 for everything else.
