@@ -34,6 +34,7 @@ MET: dict[str, str] = {
     "gave_up": "gave up waiting",
     "reported": "was told that a rank had failed",
 }
+LOST = "was lost with its host"
 _HAD_ENDED = re.compile(r"Detected at least one rank that exhausted inputs")
 _ENDED_BY = {"stopped": "stopped", "timeout": "ended at the timeout", "stall": "ended at the stall"}
 
@@ -122,11 +123,12 @@ def rows(
 
 
 def _row(rank: Rank, place: Place | None, at_fault: bool, revealed: bool, steady: bool) -> Row:
-    still = stood_still(rank)
+    lost = revealed and rank.words == LOST
+    still = stood_still(rank) and not lost
     if still and place:
         return _still_row(rank, place, at_fault)
     look, last = rank.look, rank.collective
-    failure, alive = rank.failure, rank.exitcode is None
+    failure, alive = rank.failure, rank.exitcode is None and not lost
     seen = rank.at if look and (still or not steady) else None
     line = failure.where if failure else seen
     ended = rank.words if revealed and rank.words else rank.plain_words
@@ -201,6 +203,8 @@ def with_words(ranks: Sequence[Rank], verdict: Verdict, ending: Ending) -> tuple
 def lane_words(rank: Rank, verdict: Verdict, ending: Ending) -> str:
     """The words for one rank of a job that was judged."""
     end, at_fault = verdict.ends.get(rank.rank), verdict.roles.get(rank.rank) == "culprit"
+    if rank.node in ending.lost_nodes:
+        return LOST
     if end == "passed":
         return "left early, exit code 0" if at_fault else "passed"
     if end in MET:

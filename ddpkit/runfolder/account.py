@@ -21,6 +21,7 @@ class Ending:
     agent_signal: str | None = None
     agent_error: str = ""
     agent_node: str = ""
+    lost_nodes: tuple[str, ...] = ()
     timeout_s: float | None = None
     stall_s: float | None = None
     running: bool = False
@@ -59,6 +60,7 @@ def read_account(folder: Path, spec: Mapping[str, Any], end: Mapping[str, Any], 
         agent_signal=None if reason else agent.get("signal"),
         agent_error=_last_words(torchrun_log),
         agent_node=node,
+        lost_nodes=_lost_nodes(folder),
         timeout_s=spec.get("timeout_s"),
         stall_s=spec.get("stall_s"),
     )
@@ -80,6 +82,13 @@ def _agent_that_counts(folder: Path, end: Mapping[str, Any], elastic: bool) -> t
         found.append((node in end.get("let_go", ()), failed == elastic, node, record))
     *_, node, record = min(found, key=lambda agent: agent[:3])
     return record, node
+
+
+def _lost_nodes(folder: Path) -> tuple[str, ...]:
+    """The hosts of a job of several agents that wrote no record of their agent's end, while another host did."""
+    nodes = [own for own in wire.node_folders(folder) if own != folder]
+    lost = tuple(own.name for own in nodes if not (own / wire.AGENT_RECORD).exists())
+    return lost if len(lost) < len(nodes) else ()
 
 
 def as_they_stood(ranks: Sequence[Rank]) -> list[Rank]:
@@ -128,5 +137,6 @@ def _of_the_agent(agent: Mapping[str, Any]) -> list[str]:
 
 def _last_words(log: str) -> str:
     """The last line of torchrun's log that states an error."""
-    lines = [line.strip() for line in log.splitlines() if "Error" in line and not line.startswith((" ", "[", "W", "E"))]
+    others = (" ", "[", "W", "E", "frame #")
+    lines = [line.strip() for line in log.splitlines() if "Error" in line and not line.startswith(others)]
     return shortened(stable(lines[-1])) if lines else ""
