@@ -70,7 +70,7 @@ def find(ranks: Sequence[Rank], ended: Mapping[int, End], ending: Ending) -> Fin
             hurt.append(rank)
     lost = [rank for rank in ranks if rank.node in ending.lost_nodes]
     if lost and all(rank in lost for rank in own):
-        return Finding(numbers_of(lost), "host", "node_lost", others=numbers_of(hurt))
+        return Finding(numbers_of(lost), "agent", "node_lost", others=numbers_of(hurt))
     if own:
         return by_own_failure(own, ranks)
     if "parted" in ended.values():

@@ -290,9 +290,10 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "unknown": _untold,
     "unknown/agent_failed": lambda f: f"torchrun ended before any rank had started: {f.ending.agent_error}",
     "agent": lambda f: f"torchrun itself was killed by {f.ending.agent_signal}; then its ranks were ended.",
-    "host": lambda f: f"{f.who} was lost with {f.first.node}: its agent left no record of an end. {_lost_it(f)}",
+    "agent/node_lost": lambda f: f"{f.who} was lost with {f.first.node}, whose agent left no record. {_lost_it(f)}",
     "agent/agent_failed": lambda f: f"every rank passed, but torchrun failed: {f.ending.agent_error}",
-    **dict.fromkeys(("ended", "passed"), lambda f: ""),
+    "ended": lambda f: "",
+    "passed": lambda f: "",
 }
 _SAID["majority/init_elsewhere"] = _SAID["asked amiss/init_elsewhere"]
 _WITH_CALLS = ("majority", "loop", "step", "if")
