@@ -20,8 +20,7 @@ PLACES = ("failure", "stderr", "torchrun", "log", "native")
 KINDS = frozenset(
     "passed own too_early told_by_others tie left_early never_joined unmatched no_key straggler mismatch not_finite "
     "shapes_differ stopped_process spawned loader_stuck loader_dead init_waiting init_elsewhere stale_addresses all_waiting "
-    "busy silent sent_a_signal thread_died agent_killed agent_failed host_lost peer_lost gave_up ended timed_out "
-    "unknown".split()
+    "busy silent sent_a_signal thread_died agent_killed node_lost agent_failed peer_lost gave_up ended timed_out unknown".split()
 )
 
 

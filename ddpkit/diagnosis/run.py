@@ -32,7 +32,7 @@ MOST_LINES = 8
 BY_TYPE_AND_TEXT, BY_TEXT, BY_GENERAL_TEXT, BY_SIGNAL, BY_VERDICT, BY_NOTHING_ELSE = range(6)
 
 # The verdict is the whole story, whatever the logs say.
-_SETTLED = {"ended", "agent_killed", "host_lost", "stopped_process", "stale_addresses", "thread_died", "sent_a_signal"}
+_SETTLED = {"ended", "agent_killed", "stopped_process", "stale_addresses", "thread_died", "sent_a_signal", "node_lost"}
 # The ranks only stood still. "loader_stuck" is not among them: stderr is all that tells of a loader's worker that failed.
 _STANDSTILLS = set(
     "left_early never_joined unmatched no_key straggler mismatch init_waiting init_elsewhere stale_addresses "

@@ -34,7 +34,7 @@ MET: dict[str, str] = {
     "gave_up": "gave up waiting",
     "reported": "was told that a rank had failed",
 }
-GONE = "gone with its host"
+LOST = "was lost with its host"
 _HAD_ENDED = re.compile(r"Detected at least one rank that exhausted inputs")
 _ENDED_BY = {"stopped": "stopped", "timeout": "ended at the timeout", "stall": "ended at the stall"}
 
@@ -123,15 +123,16 @@ def rows(
 
 
 def _row(rank: Rank, place: Place | None, at_fault: bool, revealed: bool, steady: bool) -> Row:
-    still = stood_still(rank)
+    lost = revealed and rank.words == LOST
+    still = stood_still(rank) and not lost
     if still and place:
         return _still_row(rank, place, at_fault)
     look, last = rank.look, rank.collective
-    failure, alive = rank.failure, rank.exitcode is None
+    failure, alive = rank.failure, rank.exitcode is None and not lost
     seen = rank.at if look and (still or not steady) else None
     line = failure.where if failure else seen
     ended = rank.words if revealed and rank.words else rank.plain_words
-    state = (look.state if look else "running") if alive and rank.words != GONE else ended
+    state = (look.state if look else "running") if alive else ended
     waited = state.startswith("gave up waiting")
     if waited and place:
         last = place.collective
@@ -202,10 +203,10 @@ def with_words(ranks: Sequence[Rank], verdict: Verdict, ending: Ending) -> tuple
 def lane_words(rank: Rank, verdict: Verdict, ending: Ending) -> str:
     """The words for one rank of a job that was judged."""
     end, at_fault = verdict.ends.get(rank.rank), verdict.roles.get(rank.rank) == "culprit"
+    if rank.node in ending.lost_nodes:
+        return LOST
     if end == "passed":
         return "left early, exit code 0" if at_fault else "passed"
-    if end == "unknown" and rank.node in ending.lost:
-        return GONE
     if end in MET:
         met = _met(rank, end, verdict.kind)
         return f"{met}: a consequence" if not at_fault else "came too late" if verdict.kind == "straggler" else met

@@ -15,7 +15,7 @@ from .target import of_text
 
 # torchrun's options that are passed through, besides --standalone.
 PASSED_THROUGH = (
-    "nnodes node-rank master-addr master-port local-addr rdzv-backend rdzv-endpoint rdzv-id rdzv-conf "
+    "node-rank master-addr master-port local-addr rdzv-backend rdzv-endpoint rdzv-id rdzv-conf "
     "role monitor-interval start-method local-ranks-filter numa-binding shutdown-timeout"
 ).split()
 KEPT_BY_DDPKIT = ("log-dir", "redirects", "tee", "no-python", "run-path", "module", "logs-specs")
@@ -35,6 +35,7 @@ def parser() -> MagicParser:
     """The options of `%%torchrun`: those of `launch`, and torchrun's own, with hyphens or underscores."""
     p = MagicParser(prog="%%torchrun", add_help=False, allow_abbrev=False)
     _add(p, "nproc-per-node", dest="nproc", default="2")
+    _add(p, "nnodes")
     _add(p, "max-restarts", type=int, default=0)
     p.add_argument("--as", dest="bind")
     p.add_argument("--backend")
@@ -69,6 +70,7 @@ def torchrun(line: str, cell: str, namespace: dict[str, Any]) -> None:
         raise LaunchError(f"%%torchrun: --as {asked.bind} is not a variable name.")
     refuse_inside_a_rank()
     given = {name: value for name, value in vars(asked).items() if name not in OF_THE_MAGIC}
+    given |= _agents(given.pop("nnodes"), asked.torchrun)
     options = checked_options(**given | {"env": dict(map(_pair, asked.env))})
     # The magic's own line is line 1 of the cell, so line numbers in tracebacks match the cell.
     target = of_text("\n" + cell, asked.bind or "cell", asked.args, "%%torchrun", "the cell")
@@ -86,6 +88,13 @@ def _about_unknown(option: str) -> str:
     near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
     hint = f"did you mean {near[0]}?" if near else "the script's own options go after --."
     return f"%%torchrun: there is no option {option}; {hint}"
+
+
+def _agents(nnodes: str | None, torchrun: list[str]) -> dict[str, Any]:
+    """As options of `launch`: every agent runs here, or only this one if others can find the rendezvous by its address."""
+    if nnodes and any(option.startswith(("--rdzv-endpoint", "--master-addr", "--node-rank")) for option in torchrun):
+        return {"torchrun": [f"--nnodes={nnodes}", *torchrun]}
+    return {"nnodes": nnodes or 1}
 
 
 def _pair(text: str) -> tuple[str, str]:

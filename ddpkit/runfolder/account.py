@@ -16,7 +16,7 @@ from .stable import shortened, stable
 class Ending:
     """How the job ended. `reason`: "" (by itself), "stopped", "timeout" or "stall"; `by`: a sentence that says more of it.
 
-    `agent_node` is the host of the agent that counts, "" if there is one agent; `lost` are hosts without a sign of life.
+    `agent_node` is the host of the agent that counts, "" if there is one agent; `lost_nodes` are hosts without a sign of life.
     """
 
     reason: str = ""
@@ -24,11 +24,11 @@ class Ending:
     agent_signal: str | None = None
     agent_error: str = ""
     agent_node: str = ""
+    lost_nodes: tuple[str, ...] = ()
     timeout_s: float | None = None
     stall_s: float | None = None
     running: bool = False
     by: str = ""
-    lost: tuple[str, ...] = ()
 
     @property
     def agent_death(self) -> str:
@@ -37,9 +37,12 @@ class Ending:
         return f"{agent} was killed by {self.agent_signal}"
 
     @property
-    def hosts_lost(self) -> str:
-        """`host n2`, `hosts n2, n3`."""
-        return f"host{'s' * (len(self.lost) > 1)} {', '.join(self.lost)}"
+    def nodes_gone(self) -> str:
+        """`host n2 is gone, and its agent left no record`; for several `hosts n2 and n3 are gone ...`."""
+        *others, last = self.lost_nodes
+        if others:
+            return f"hosts {', '.join(others)} and {last} are gone, and their agents left no record"
+        return f"host {last} is gone, and its agent left no record"
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def read_account(folder: Path, spec: Mapping[str, Any], end: Mapping[str, Any], 
         agent_error=end.get("error") or _last_words(torchrun_log),
         agent_node=node,
         by=end.get("by", ""),
-        lost=tuple(end.get("lost", ())),
+        lost_nodes=_lost_nodes(folder, end),
         timeout_s=spec.get("timeout_s"),
         stall_s=spec.get("stall_s"),
     )
@@ -98,6 +101,14 @@ def _agent_that_counts(folder: Path, end: Mapping[str, Any], elastic: bool) -> t
         found.append((node in end.get("let_go", ()), failed == elastic, node, record))
     *_, node, record = min(found, key=lambda agent: agent[:3])
     return record, node
+
+
+def _lost_nodes(folder: Path, end: Mapping[str, Any]) -> tuple[str, ...]:
+    """The hosts without a sign of life; at the end, those that wrote no record of their agent's end while another did."""
+    nodes = [own for own in wire.node_folders(folder) if own != folder]
+    silent = [own.name for own in nodes if not (own / wire.AGENT_RECORD).exists()]
+    is_over = "keeper_exitcode" in end and len(silent) < len(nodes)
+    return tuple(sorted({*end.get("lost", ()), *(silent if is_over else ())}))
 
 
 def as_they_stood(ranks: Sequence[Rank]) -> list[Rank]:
@@ -146,5 +157,6 @@ def _of_the_agent(agent: Mapping[str, Any]) -> list[str]:
 
 def _last_words(log: str) -> str:
     """The last line of torchrun's log that states an error."""
-    lines = [line.strip() for line in log.splitlines() if "Error" in line and not line.startswith((" ", "[", "W", "E"))]
+    others = (" ", "[", "W", "E", "frame #")
+    lines = [line.strip() for line in log.splitlines() if "Error" in line and not line.startswith(others)]
     return shortened(stable(lines[-1])) if lines else ""

@@ -67,12 +67,13 @@ def find(ranks: Sequence[Rank], ended: Mapping[int, End], ending: Ending) -> Fin
             own.append(rank)
         elif ended[rank.rank] in ("peer_lost", "gave_up", "reported"):
             hurt.append(rank)
+    lost = [rank for rank in ranks if rank.node in ending.lost_nodes]
+    if lost and all(rank in lost for rank in own):
+        return Finding(numbers_of(lost), "agent", "node_lost", others=numbers_of(hurt))
     if own:
         return by_own_failure(own, ranks)
     if "parted" in ended.values():
         return _parted(ranks)
-    if lost := numbers_of(rank for rank in ranks if rank.node in ending.lost):
-        return Finding(lost, "agent", "host_lost")
     if ending.reason:
         return _of_an_ended_job(ranks, ending)
     if ending.agent_signal:

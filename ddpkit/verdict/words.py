@@ -86,6 +86,10 @@ def _other_did(f: Facts) -> str:
     return f"rank {f.other.rank} {did(f.other)}."
 
 
+def _lost_it(f: Facts) -> str:
+    return f"rank {f.other.rank} lost {'them' if f.found.ranks[1:] else 'it'}{_at(f.other)}." * bool(f.found.others)
+
+
 def _signal(f: Facts) -> str:
     """`rank 0 sent SIGKILL to rank 1 (line 7: os.kill(pid, 9)).`"""
     for number in f.found.ranks:
@@ -248,10 +252,7 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "named by a rank": _other_did,
     "reported": _reported,
     "reported/unknown": lambda f: f"{_other_did(f)} Which rank failed is not recorded: the culprit cannot be told.",
-    "left": lambda f: (
-        f"{f.who} left early with exit code 0{at(f.first.left_at)}; "
-        f"rank {f.other.rank} lost {'it' if len(f.found.ranks) == 1 else 'them'}{_at(f.other)}."
-    ),
+    "left": lambda f: f"{f.who} left early with exit code 0{at(f.first.left_at)}; {_lost_it(f)}",
     # Question 2.
     "signal/stopped_process": _stopped,
     "monitored barrier": lambda f: f"{f.who} never came to the barrier of rank {f.other.rank}{_at(f.other)}.",
@@ -290,7 +291,7 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     "unknown": _untold,
     "unknown/agent_failed": lambda f: f"torchrun ended before any rank had started: {f.ending.agent_error}",
     "agent/agent_killed": lambda f: f"{f.ending.agent_death}; then its ranks were ended.",
-    "agent/host_lost": lambda f: f"{f.ending.hosts_lost} gave no sign of life any more, nor did {f.who} there.",
+    "agent/node_lost": lambda f: f"{f.ending.nodes_gone}; {f.who} ran there. {_lost_it(f)}",
     "agent/agent_failed": lambda f: f"every rank passed, but torchrun failed: {f.ending.agent_error}",
     "ended": lambda f: "",
     "passed": lambda f: "",
