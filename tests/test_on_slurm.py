@@ -131,7 +131,7 @@ def test_a_host_that_dies_is_named_within_ten_seconds(queue: Cluster) -> None:
         lost = next(rank.rank for rank in run.ranks if rank.node == "n2")
         assert (run.state, run.culprit) == ("failed", lost), run
         gone = (
-            f"Host n2 is gone, and its agent left no record; rank {lost} ran there. Rank {1 - lost} lost it at line 6"
+            f"Host n2 is gone, and its agent left no record; rank {lost} ran there. Rank {1 - lost} lost it at line 5"
         )
         assert run.verdict.sentence.startswith(gone), run
         assert run.diagnosis and run.diagnosis.name == "node_lost"

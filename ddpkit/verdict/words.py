@@ -68,14 +68,13 @@ def _do(numbers: Sequence[int], one: str, more: str) -> str:
 
 def _does(f: Facts) -> str:
     """What the first of the ranks at fault does instead of joining."""
-    some = f.found.ranks
-    return f"{'it' if len(some) == 1 else ranks_said(some[:1])} {doing(f.places[some[0]])}.{helper(f.places[some[0]])}"
+    first, *more = f.found.ranks
+    return f"{ranks_said([first]) if more else 'it'} {doing(f.places[first])}.{helper(f.places[first])}"
 
 
 def _each(f: Facts, some: Iterable[int] | None = None) -> str:
     """`rank 0 waits in barrier #4; rank 1 sits at line 9`, for all ranks or for some."""
-    numbers = sorted(f.places if some is None else some)
-    return "; ".join(f"rank {number} {doing(f.places[number])}" for number in numbers)
+    return "; ".join(f"rank {each} {doing(f.places[each])}" for each in sorted(f.places if some is None else some))
 
 
 def _at(rank: Rank) -> str:
