@@ -61,17 +61,18 @@ def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
 
 def find(ranks: Sequence[Rank], ended: Mapping[int, End], ending: Ending) -> Finding:
     """Ask the three questions of docs/verdict.md in order."""
-    own, hurt = [], []
+    own, hurt, lost = [], [], []
     for rank in ranks:
-        if ended[rank.rank] == "own":
+        if rank.node in ending.lost_nodes:
+            lost.append(rank)
+        elif ended[rank.rank] == "own":
             own.append(rank)
         elif ended[rank.rank] in ("peer_lost", "gave_up", "reported"):
             hurt.append(rank)
-    lost = [rank for rank in ranks if rank.node in ending.lost_nodes]
-    if lost and all(rank in lost for rank in own):
-        return Finding(numbers_of(lost), "agent", "node_lost", others=numbers_of(hurt))
     if own:
         return by_own_failure(own, ranks)
+    if lost:
+        return Finding(numbers_of(lost), "agent", "node_lost", others=numbers_of(hurt))
     if "parted" in ended.values():
         return _parted(ranks)
     if ending.reason:
