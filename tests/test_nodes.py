@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,16 @@ def processes_of(run: ddpkit.Run, node: str) -> list[psutil.Process]:
     return found
 
 
+def hosts_the_store(run: ddpkit.Run, node: str, port: int) -> bool:
+    """Whether this agent listens at the endpoint of the rendezvous; torchrun settles which one does."""
+    name = "net_connections" if hasattr(psutil.Process, "net_connections") else "connections"  # before psutil 6
+    for process in processes_of(run, node):
+        for used in getattr(process, name)():
+            if used.status == psutil.CONN_LISTEN and used.laddr.port == port:
+                return True
+    return False
+
+
 def test_two_agents_are_one_run(launched: Callable[..., ddpkit.Run]) -> None:
     run = launched(nproc=2)
     assert run.ok and run.world_size == 4 and run.nproc == 2, run
@@ -78,9 +89,17 @@ def test_stop_ends_both_agents(launched: Callable[..., ddpkit.Run]) -> None:
 
 
 def test_the_end_of_one_agent_leaves_the_ranks_of_the_other_alone(launched: Callable[..., ddpkit.Run]) -> None:
-    run = launched(steps=10_000, wait=False, nnodes="1:2", max_restarts=1, env={"PET_RDZV_CONF": "keep_alive_interval=1,last_call_timeout=1"})
+    run = launched(
+        steps=10_000,
+        wait=False,
+        nnodes="1:2",
+        max_restarts=1,
+        env={"PET_RDZV_CONF": "keep_alive_interval=1,last_call_timeout=1"},
+    )
     wait_for(lambda: len(run.ranks) == 2 and all("step 0" in rank.stdout for rank in run.ranks), 60)
-    for process in processes_of(run, "node1"):
+    port = int(re.search(r"localhost:(\d+)", run.command)[1])  # type: ignore[index]
+    other = next(node for node in ("node0", "node1") if not hosts_the_store(run, node, port))
+    for process in processes_of(run, other):
         os.kill(process.pid, signal.SIGKILL)
     wait_for(lambda: run.ranks[0].attempt == 1 and "step 0" in run.ranks[0].stdout, 120)
     assert len(run.ranks) == 1 and run.ranks[0].world_size == 1

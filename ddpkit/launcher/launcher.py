@@ -158,7 +158,7 @@ def start(
         imports = [os.path.dirname(script) if script else spec["cwd"]]
         cold, patience_s = _cold_because(target, options, env), zygote.PATIENCE_S if wait or patient else 0
         begin = Start(command, spec["cwd"], env, cold, imports, target.variables(), _base_environment(), patience_s)
-        job, progress = LocalJob(folder, begin, _of_each_node(options, env), options.elastic), Progress()
+        job, progress = LocalJob(folder, begin, options.nodes, options.elastic), Progress()
     wire.write_record(folder / wire.JOB, {**spec, "cold_because": job.cold_because})
     run = Run(folder, job, options.reveal)
     limits = Limits(options.timeout_s, options.stall_s, options.stop_on_stall)
@@ -183,30 +183,16 @@ def refuse_inside_a_rank() -> None:
 
 def _torchrun(target: Sequence[str], options: Options, run_id: str) -> list[str]:
     """The plain torchrun command line; ddpkit sets logs and its recorder through environment variables."""
+    own_rendezvous = any(o.startswith(("--rdzv", "--master", "--nnodes", "--node-rank")) for o in options.torchrun)
     # As with the command `torchrun`, no file of the current folder gets in the way of one that torchrun imports.
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]
     if options.nnodes != 1:
         command += ["--nnodes", str(options.nnodes)]
-    if not _has_own_rendezvous(options) and options.nnodes == 1:
+    if not own_rendezvous and options.nnodes == 1:
         command += ["--standalone"]
-    elif not _has_own_rendezvous(options):
+    elif not own_rendezvous:
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", run_id]
     return [*command, *_of_torchrun(options), *target]
-
-
-def _has_own_rendezvous(options: Options) -> bool:
-    return any(o.startswith(("--rdzv", "--master", "--nnodes", "--node-rank")) for o in options.torchrun)
-
-
-def _of_each_node(options: Options, env: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The variables of each agent: the first hosts the rendezvous, unless the caller's PET_RDZV_CONF says otherwise."""
-    found: dict[str, dict[str, str]] = {}
-    for node in options.nodes:
-        found[node] = {}
-        if node and not _has_own_rendezvous(options):
-            conf = filter(None, [f"is_host={int(len(found) == 1)}", env.get("PET_RDZV_CONF")])
-            found[node] = {"PET_RDZV_CONF": ",".join(conf)}
-    return found
 
 
 def _of_torchrun(options: Options) -> list[str]:
