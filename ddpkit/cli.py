@@ -29,6 +29,7 @@ def run(
     nproc: Annotated[
         str, typer.Option("--nproc-per-node", "-n", help="Ranks to start: a number, cpu, gpu, auto.")
     ] = "2",
+    nnodes: Annotated[str, typer.Option(help="Agents on this machine, as if each were a host; 1:2 is elastic.")] = "1",
     backend: Annotated[str | None, typer.Option(help="gloo or nccl, for ddpkit.rank.setup().")] = None,
     timeout: Annotated[float | None, typer.Option(help="End the job after this many seconds.")] = None,
     stall: Annotated[
@@ -53,6 +54,7 @@ def run(
         target,
         args=args or (),
         nproc=nproc,
+        nnodes=nnodes,
         backend=backend,
         timeout=timeout,
         stall=stall,

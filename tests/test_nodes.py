@@ -14,6 +14,8 @@ import pytest
 from conftest import wait_for
 
 import ddpkit
+from ddpkit.launcher import options
+from ddpkit.machine import devices
 from ddpkit.runfolder import wire
 
 pytestmark = pytest.mark.job
@@ -132,3 +134,13 @@ REFUSED = [
 def test_what_is_refused(launched: Callable[..., ddpkit.Run], asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ddpkit.LaunchError, match=said):
         launched(**asked)
+
+
+def test_each_agent_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [devices.Gpu(index, f"GPU-{index}", "H") for index in range(4)]
+    monkeypatch.setattr(devices, "all_gpus", lambda: gpus)
+    monkeypatch.setattr(options, "torch_has_cuda", lambda: True)
+    asked = options.checked_options(nproc=2, nnodes=2)
+    own = {"node0": {"CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1"}, "node1": {"CUDA_VISIBLE_DEVICES": "GPU-2,GPU-3"}}
+    assert options.gpus_of_each_agent(asked, {}) == own
+    assert options.gpus_of_each_agent(asked, {"CUDA_VISIBLE_DEVICES": "0,1"}) == {"node0": {}, "node1": {}}

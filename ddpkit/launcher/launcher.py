@@ -26,7 +26,7 @@ from ddpkit.watcher.watcher import Limits, Watcher
 
 from .job_record import described
 from .on_slurm import start_on_slurm
-from .options import Options, checked_options, decided_backend, free_port, sharing
+from .options import Options, checked_options, decided_backend, free_port, gpus_of_each_agent, sharing
 from .slurm import SlurmOptions
 from .target import Target, resolve
 
@@ -158,7 +158,7 @@ def start(
         imports = [os.path.dirname(script) if script else spec["cwd"]]
         cold, patience_s = _cold_because(target, options, env), zygote.PATIENCE_S if wait or patient else 0
         begin = Start(command, spec["cwd"], env, cold, imports, target.variables(), _base_environment(), patience_s)
-        job, progress = LocalJob(folder, begin, options.nodes, options.elastic), Progress()
+        job, progress = LocalJob(folder, begin, gpus_of_each_agent(options, env), options.elastic), Progress()
     wire.write_record(folder / wire.JOB, {**spec, "cold_because": job.cold_because})
     run = Run(folder, job, options.reveal)
     limits = Limits(options.timeout_s, options.stall_s, options.stop_on_stall)
@@ -186,9 +186,11 @@ def _torchrun(target: Sequence[str], options: Options, run_id: str) -> list[str]
     own_rendezvous = any(o.startswith(("--rdzv", "--master", "--nnodes", "--node-rank")) for o in options.torchrun)
     # As with the command `torchrun`, no file of the current folder gets in the way of one that torchrun imports.
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]
-    if options.nnodes != 1:
+    if options.slurm:
+        return [*command, "--nnodes", str(options.slurm.nodes), *_of_torchrun(options), *target]
+    if len(options.nodes) > 1:
         command += ["--nnodes", str(options.nnodes)]
-    if not own_rendezvous and options.nnodes == 1:
+    if not own_rendezvous and len(options.nodes) == 1:
         command += ["--standalone"]
     elif not own_rendezvous:
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", run_id]

@@ -235,6 +235,16 @@ def usable_gpus(env: Mapping[str, str]) -> list[devices.Gpu]:
     return devices.visible_gpus(env.get("CUDA_VISIBLE_DEVICES")) if torch_has_cuda() else []
 
 
+def gpus_of_each_agent(options: Options, env: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The variable by which each agent gets GPUs of its own, as on a host of its own; none if there are too few."""
+    gpus, found = usable_gpus(env), {}
+    enough = len(options.nodes) > 1 and len(gpus) >= options.world_size
+    for number, node in enumerate(options.nodes):
+        own = gpus[number * options.nproc :][: options.nproc]
+        found[node] = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in own)} if enough else {}
+    return found
+
+
 def torch_has_cuda() -> bool:
     """Whether the installed torch can use CUDA, according to its version's local tag, without importing it."""
     try:

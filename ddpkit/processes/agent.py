@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,18 +113,23 @@ class Job:
 
 
 class LocalJob(Job):
-    """A job whose agents run on this machine: one for each name in `nodes`, or one without a name."""
+    """A job whose agents run on this machine.
 
-    def __init__(self, folder: Path, start: Start, nodes: Sequence[str], elastic: bool = False) -> None:
+    `nodes` has for each agent the name of its host ("" if there is one agent), and the variables that it alone gets.
+    """
+
+    def __init__(
+        self, folder: Path, start: Start, nodes: Mapping[str, Mapping[str, str]], elastic: bool = False
+    ) -> None:
         super().__init__(folder, start.cold_because)
         self.elastic = elastic
         write_rank_python(folder)
         self._keepers: dict[str, subprocess.Popen[bytes] | ForkedKeeper] = {}
-        for node in nodes:
+        for node, settings in nodes.items():
             own = wire.node_folder(folder, node)
             own.mkdir(parents=True, exist_ok=True)
             named = {wire.ENV_NODE: node} if node else {}
-            each = replace(start, env={**start.env, **named, "PET_LOG_DIR": str(own / wire.LOGS)})
+            each = replace(start, env={**start.env, **named, "PET_LOG_DIR": str(own / wire.LOGS), **settings})
             with open(own / wire.AGENT_LOG, "wb") as log:
                 self._keepers[node] = self._start_warm(each, log.fileno()) or _start_cold(each, log.fileno())
         self.started = time.monotonic()
