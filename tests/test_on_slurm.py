@@ -118,6 +118,17 @@ def test_a_job_that_somebody_else_cancels(queue: Cluster) -> None:
     assert run.verdict.sentence == f"Slurm job {number_of(run)} was cancelled (scancel), not by this run."
 
 
+@pytest.mark.soak
+def test_a_job_that_slurm_ends_at_its_time_limit(queue: Cluster) -> None:
+    """Slurm looks at time limits every 30 seconds."""
+    run = launched(steps=10_000, wait=False)
+    until_at_work(run)
+    queue.said("scontrol", "update", f"jobid={number_of(run)}", "EndTime=now")
+    run.wait(2 * SOON)
+    assert run.state == "timed_out", run
+    assert run.verdict.sentence == f"Slurm job {number_of(run)} was ended at its time limit.", run
+
+
 def test_a_host_that_dies_is_named_within_ten_seconds(queue: Cluster) -> None:
     heard = Heard()
     run = launched(steps=1000, wait=False, show=heard)

@@ -117,11 +117,12 @@ def _prune(runs: Path) -> None:
 
 
 def _is_over(folder: Path) -> bool:
-    """Whether the run has ended, or the process that launched it is gone."""
+    """Whether the run has ended, or the process that launched it is gone; a job on Slurm goes on without that process."""
     if (folder / wire.END).exists():
         return True
-    launched_by = (wire.read_record(folder / wire.JOB) or {}).get("launched_by")
-    return launched_by is not None and not Path(f"/proc/{launched_by}").exists()
+    spec = wire.read_record(folder / wire.JOB) or {}
+    launched_by = spec.get("launched_by")
+    return launched_by is not None and not spec.get("slurm") and not Path(f"/proc/{launched_by}").exists()
 
 
 def log_folder(folder: Path, attempt: int, started: Mapping[str, Any]) -> Path | None:
