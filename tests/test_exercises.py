@@ -9,6 +9,7 @@ import sys
 import tomllib
 import unittest.mock
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -32,17 +33,24 @@ TASKS = exercises.tasks()
 REPORT = r"called: .*\n.*got: .*\n.*wanted: .*\n.*look next: .*\n.*ddpkit.hint"
 
 
+# So many wrong answers of a task, and a right one, are run in `make test`; the others in `make labs`.
+WRONG_ONES = 2
+
+
 def given(kind: str) -> list[Any]:
     """A pytest parameter (task, answer, whether it is right) for each answer of this `kind`: answers, programs, functions."""
-    found = []
+    found: list[tuple[Task, Any, bool]] = []
     for folder in ("right_answers", "wrong_answers"):
         files, right = Path(__file__).parent / folder, folder == "right_answers"
         for path in sorted(files.glob("*.py" if kind == "functions" else "*.toml")):
             found += [(task, answer, right) for task, answer in answers_in(path, kind)]
-    return [
-        pytest.param(*one, id=f"{one[0].name}-{'right' if one[2] else 'wrong'}-{named(one[1], i)}")
-        for i, one in enumerate(found)
-    ]
+    params, before = [], Counter[tuple[str, bool]]()
+    for i, (task, answer, right) in enumerate(found):
+        further = kind != "answers" and before[task.name, right] >= (1 if right else WRONG_ONES)
+        before[task.name, right] += 1
+        name = f"{task.name}-{'right' if right else 'wrong'}-{named(answer, i)}"
+        params.append(pytest.param(task, answer, right, id=name, marks=[pytest.mark.labs] if further else []))
+    return params
 
 
 def answers_in(path: Path, kind: str) -> list[tuple[Task, Any]]:
