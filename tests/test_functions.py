@@ -92,7 +92,7 @@ def test_a_crash_in_a_cells_function_names_its_line(home: Path, cell: Callable[[
     assert run.ranks[0].failure.line_text == "line 3: ctypes.string_at(0)"
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("context", ["spawn", "fork", pytest.param("forkserver", marks=pytest.mark.soak)])
 def test_classes_of_the_cell_reach_loader_workers(
     home: Path, cell: Callable[[str], dict[str, Any]], context: str
 ) -> None:
