@@ -396,7 +396,7 @@ time.sleep(1000)
 @pytest.mark.cold
 def test_a_rank_that_saves_at_sigterm_gets_torchruns_time(script: Callable[..., str], home: Path) -> None:
     path = script(SAVES.replace("SECONDS", "3"))
-    run = launch(path, args=["fails"], stall=1, stop_on_stall=True)
+    run = launch(path, args=["fails"], stall=2, stop_on_stall=True)
     assert (run.state, run.culprit, run.notes) == ("failed", 1, ()), str(run)
     assert run.ranks[0].words == "ended by torchrun" and (home / "saved_0").exists()
     (home / "saved_0").unlink()
