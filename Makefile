@@ -54,9 +54,9 @@ jobs: $(INSTALLED)
 nbval: $(INSTALLED)
 	$(INSIDE) $(BIN)/pytest -n 4 --dist loadfile $(STRICTLY) notebooks solutions
 
-labs: $(INSTALLED) test-hosted ## every lab with every remedy as a real job: some 500 jobs; and test-hosted
+labs: $(INSTALLED) test-hosted ## every lab with every remedy, every walk and answer, as some 600 real jobs; and test-hosted
 	$(INSIDE) $(BIN)/pytest $(ABREAST) -m "not soak" tests/test_labs.py
-	$(INSIDE) $(BIN)/pytest -m labs tests/test_browser.py
+	$(INSIDE) $(BIN)/pytest $(ABREAST) -m labs tests/test_browser.py tests/test_exercises.py
 
 soak: $(INSTALLED) ## hundreds of launches, every fault at random moments
 	@$(BIN)/python tools/install.py --requirements tests/libraries.txt
@@ -114,4 +114,5 @@ $(VENV)/.installed $(OLDEST)/.installed $(HOSTED)/.installed: $(SOURCES)
 	  'The Python "$(PYTHON)" cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv'; exit 1; }
 	@[ "$$($(@D)/bin/python -c '$(VERSION)' 2>/dev/null)" = "$$($(PYTHON) -c '$(VERSION)')" ] || $(PYTHON) -m venv --clear $(@D)
 	@$(@D)/bin/python tools/install.py $(if $(filter $(OLDEST)/%,$@),--torch oldest) $(if $(filter $(HOSTED)/%,$@),$(TO_HOSTED))
+	@$(@D)/bin/python -m compileall -q -x 'catalog|tasks' ddpkit
 	@touch $@

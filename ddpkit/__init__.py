@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .diagnosis.pages import explain
     from .errors import LaunchError, LogError
     from .launcher.launcher import launch
+    from .launcher.slurm import SlurmOptions
     from .machine.examination import doctor
     from .run import Run
 
@@ -23,6 +24,7 @@ __all__ = [
     "LaunchError",
     "LogError",
     "Run",
+    "SlurmOptions",
     "answer",
     "check",
     "diagnose",
@@ -40,6 +42,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "FixBench": "course.bench",
     "launch": "launcher.launcher",
+    "SlurmOptions": "launcher.slurm",
     "Run": "run",
     "diagnose": "diagnosis.log.conclusion",
     "doctor": "machine.examination",

@@ -12,6 +12,7 @@ from .diagnosis.pages import explain as look_up
 from .errors import LaunchError, LogError
 from .launcher.launcher import launch
 from .launcher.options import EXIT_CODES
+from .launcher.script_command import script
 from .launcher.smoke_command import smoke
 from .launcher.train_command import CONTEXT, train
 from .processes.running_jobs import NoSuchJob
@@ -28,6 +29,7 @@ def run(
     nproc: Annotated[
         str, typer.Option("--nproc-per-node", "-n", help="Ranks to start: a number, cpu, gpu, auto.")
     ] = "2",
+    nnodes: Annotated[str, typer.Option(help="Agents on this machine, as if each were a host; 1:2 is elastic.")] = "1",
     backend: Annotated[str | None, typer.Option(help="gloo or nccl, for ddpkit.rank.setup().")] = None,
     timeout: Annotated[float | None, typer.Option(help="End the job after this many seconds.")] = None,
     stall: Annotated[
@@ -52,6 +54,7 @@ def run(
         target,
         args=args or (),
         nproc=nproc,
+        nnodes=nnodes,
         backend=backend,
         timeout=timeout,
         stall=stall,
@@ -66,6 +69,7 @@ def run(
 
 app.command(context_settings=CONTEXT)(train)
 app.command()(smoke)
+app.command(context_settings={"allow_interspersed_args": False})(script)
 
 
 @app.command()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zipfile
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .diagnosis.run import Diagnosis, diagnose, of_replicas
 from .display.rows import Row, rows, with_words
@@ -13,7 +13,7 @@ from .display.text import as_text, headline, ranks_counted
 from .runfolder import wire
 from .runfolder.account import Account, Ending, read_account, returned_values
 from .runfolder.answers import Answered, read_answers
-from .runfolder.folders import packed, unpacked
+from .runfolder.folders import found_run, packed
 from .runfolder.ranks import Rank
 from .runfolder.replicas import Replicas, compare
 from .verdict.finding import Culprit, Verdict
@@ -51,12 +51,14 @@ class Run:
         Raises:
             FileNotFoundError: there is no run in `folder`.
         """
-        path = Path(folder).expanduser().resolve()
-        if zipfile.is_zipfile(path):
-            path = unpacked(path)
-        if not (path / wire.JOB).exists():
-            raise FileNotFoundError(f"Run.from_folder: {path} holds no {wire.JOB}; give a folder below .ddpkit/runs/.")
-        return cls(path)
+        return cls(found_run(folder))
+
+    @classmethod
+    def attach(cls, folder: str | Path, show: bool | str | None = None) -> Run:
+        """Find a job on Slurm again that another process has launched, and watch it to its end; `show` as in `launch`."""
+        # By name: launching is above this file.
+        attach = import_module("ddpkit.launcher.on_slurm").attach
+        return cast(Run, attach(found_run(folder), show))
 
     # What was asked for.
 
@@ -194,13 +196,11 @@ class Run:
         """What the launched function returned: rank to value. Unpickled when asked for, and only for a job of this process.
 
         Raises:
-            PermissionError: the run was read from a folder; unpickling what somebody else wrote would run their code.
+            PermissionError: the run was read from a folder.
         """
         if self._job is None:
-            raise PermissionError(
-                f"run.returned: {self.folder.name} was read from a folder, and unpickling its values could run foreign code. "
-                "Launch it here, or have the ranks hand values over by ddpkit.rank.report(...)."
-            )
+            why = f"{self.folder.name} was read from a folder, and unpickling its values could run foreign code"
+            raise PermissionError(f"run.returned: {why}. Launch it here, or use ddpkit.rank.report(...) in the ranks.")
         return returned_values(self._known[0].last_attempt)
 
     @property
@@ -232,17 +232,13 @@ class Run:
     def reveal(self, anyway: bool = False) -> Run:
         """The same run with its verdict shown, for one of `reveal=False`, once `ddpkit.answer` was answered or `anyway`."""
         if not (anyway or self.answers):
-            print(
-                "reveal: nothing yet. Answer first: ddpkit.answer(run) asks. reveal(anyway=True) shows the verdict without."
-            )
+            print("reveal: nothing yet. Answer first: ddpkit.answer(run) asks. reveal(anyway=True) does not ask.")
             return self
         return Run(self.folder, self._job, revealed=True)
 
     def bundle(self, path: str | Path | None = None) -> Path:
         """Write the run folder into a zip, for a bug report, and return its path. Pickled values are left out."""
         return packed(self.folder, path, summary=str(self))
-
-    # How it is shown.
 
     @property
     def headline(self) -> str:

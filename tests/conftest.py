@@ -123,7 +123,7 @@ def warm_process(tmp_path_factory: pytest.TempPathFactory) -> None:
     (folder / "hello.py").write_text("print('hello')\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(wire.ENV_HOME, str(folder))
-        assert ddpkit.launch(folder / "hello.py", show=False, timeout=120).warm
+        assert ddpkit.launch(folder / "hello.py", nproc=1, show=False, timeout=120).warm
 
 
 @pytest.fixture(params=["cold", "warm"])

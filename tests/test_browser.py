@@ -501,11 +501,8 @@ def test_on_the_bench_a_decoy_fails_and_a_cure_passes(lab: Lab, page: Any, shots
     page.screenshot(path=shots / "bench-compared.png")
 
 
-@pytest.mark.parametrize(
-    "path",
-    # The walks between the first and the last are left to `make labs`.
-    [pytest.param(p, id=p.stem, marks=[] if p in (COURSE[0], COURSE[-1]) else pytest.mark.labs) for p in COURSE],
-)
+@pytest.mark.labs
+@pytest.mark.parametrize("path", COURSE, ids=lambda p: p.stem)
 def test_a_learner_meets_a_decoy_and_a_cure(lab: Lab, page: Any, shots: Path, path: Path) -> None:
     """A notebook's own bench, by hand: its broken program as it is, a remedy that does not hold, and one that does."""
     shutil.copy(path, lab.folder / path.name)
@@ -585,7 +582,10 @@ def test_a_reader_answers_before_the_verdict(lab: Lab, page: Any, shots: Path, p
     ("program", "given", "at"),
     [
         ("hydra_like", "args=['model.spare=true']", "loss = nn.functional.mse_loss(self.model(x), y)"),
-        ("accelerate_like", "env={'AUXILIARY': 'main'}", "loss = model(torch.randn(8, 8), auxiliary)"),
+        pytest.param(
+            *("accelerate_like", "env={'AUXILIARY': 'main'}", "loss = model(torch.randn(8, 8), auxiliary)"),
+            marks=pytest.mark.labs,
+        ),
     ],
 )
 def test_the_bench_of_a_readers_own_program(

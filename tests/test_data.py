@@ -155,7 +155,7 @@ def test_a_batch_is_the_same_whoever_makes_it_and_wherever_the_pass_began(datase
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+@pytest.mark.parametrize("way", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_started_workers_make_the_same_batches_as_forked_ones(way: str) -> None:
     expected = epochs(safe_loader(Samples(), 5, num_workers=0))
     loader = safe_loader(Samples(), 5, num_workers=2, multiprocessing_context=way)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 from jobs import jobs
 
 from ddpkit.runfolder.account import Ending
 from ddpkit.runfolder.ranks import Rank, read_attempts
 from ddpkit.verdict.judge import judge
+
+# One process unpacks the recorded runs.
+pytestmark = pytest.mark.xdist_group("recorded")
 
 ENDINGS = [Ending(agent_exitcode=1), Ending("stall", 1, stall_s=5.0), Ending("timeout", 1, timeout_s=9.0)]
 NPROC = 3

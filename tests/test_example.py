@@ -94,7 +94,7 @@ def test_what_is_held_out_is_not_trained_on() -> None:
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_workers_bring_the_same_batches(method: str) -> None:
     alone = list(DataLoader(texts(), 16))
     workers = list(DataLoader(texts(), 16, num_workers=2, multiprocessing_context=method))

@@ -34,7 +34,6 @@ def launch(path: str, **options: object) -> ddpkit.Run:
     return run
 
 
-@pytest.mark.cold
 @pytest.mark.parametrize("destroy", [False, True], ids=["plain", "destroys_in_finally"])
 def test_a_raising_rank_is_named_and_its_peer_is_a_consequence(script: Callable[..., str], destroy: bool) -> None:
     ending = "dist.destroy_process_group()" if destroy else "pass"

@@ -92,7 +92,7 @@ def test_a_crash_in_a_cells_function_names_its_line(home: Path, cell: Callable[[
     assert run.ranks[0].failure.line_text == "line 3: ctypes.string_at(0)"
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("context", ["spawn", "fork", pytest.param("forkserver", marks=pytest.mark.soak)])
 def test_classes_of_the_cell_reach_loader_workers(
     home: Path, cell: Callable[[str], dict[str, Any]], context: str
 ) -> None:
@@ -231,9 +231,13 @@ def test_a_forked_childs_failure_is_not_the_ranks(home: Path) -> None:
 def test_run_folders_are_ignored_by_git_and_pruned(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(wire.ENV_KEEP_RUNS, "2")
     (home / "p.py").write_text("print('hello')\n")
+    going_on = home / ".ddpkit" / "runs" / "20200101-000000-000-on_slurm"
+    going_on.mkdir(parents=True)
+    wire.write_record(going_on / wire.JOB, {"slurm": "12", "launched_by": 2**22})
     runs = [ddpkit.launch("p.py", nproc=1, show=False, timeout=60) for _ in range(4)]
     assert (home / ".ddpkit" / ".gitignore").read_text() == "*\n"
     assert [r.folder.exists() for r in runs] == [False, False, True, True]
+    assert going_on.exists(), "a job on Slurm goes on without the process that launched it"
 
 
 def test_reports_are_merged_by_rank(home: Path) -> None:

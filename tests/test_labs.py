@@ -1,9 +1,10 @@
-"""Every lab and every remedy of the catalog as a real job: what fails fails as said, what cures does by the numbers."""
+"""Every lab and remedy that no notebook runs, as a real job; `make labs` runs the others too: each ends as said."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ddpkit.course.lab import Lab, Remedy
 from ddpkit.course.trial import Outcome, Trials
 from ddpkit.runfolder import steps, wire
 
+ROOT = Path(__file__).parents[1]
 ALL = labs.labs()
 # Of these an older torch, which records no collectives of gloo, tells less, or dies of something else.
 TOLD_BY_THE_RECORD = {
@@ -33,21 +35,58 @@ pytestmark = pytest.mark.job
 _trials: dict[str, Trials] = {}
 
 
-def every_lab() -> list[Any]:
+class Shown:
+    """The labs whose program is a cell of a notebook, and the lines that its other cells print, which nbval compares."""
+
+    def __init__(self) -> None:
+        self.programs: set[str] = set()
+        self.lines: dict[str, list[str]] = {lab.name: [] for lab in ALL}
+        for path in [*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "solutions").glob("*.ipynb")]:
+            cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+            programs = {c["metadata"]["lab"] for c in cells if "lab" in c["metadata"]}
+            benches = re.findall(r'FixBench\("(\w+)"', "\n".join("".join(c["source"]) for c in cells))
+            self.programs |= programs
+            for name in programs.union(benches):
+                self.lines[name] += compared_lines(cells)
+
+    def cures(self, lab: Lab, remedy: Remedy) -> bool:
+        """Whether a notebook runs the lab with this remedy, and its stored output says that it cures."""
+        return any(remedy.title in line and "cures" in line for line in self.lines[lab.name])
+
+
+def compared_lines(cells: list[dict[str, Any]]) -> list[str]:
+    """What nbval compares of the outputs of these cells, line by line."""
+    found = []
+    for cell in cells:
+        if "nbval-ignore-output" not in cell["metadata"].get("tags", []):
+            for output in cell["outputs"]:
+                texts = [*output.get("text", []), *output.get("data", {}).get("text/plain", [])]
+                found += "".join(texts).splitlines()
+    return found
+
+
+def every_lab(but: Collection[str] = ()) -> list[Any]:
     """Each lab; the tests of one stay in one process, which makes its plain run and its one process once."""
-    return [pytest.param(lab, id=lab.name, marks=pytest.mark.xdist_group(lab.name)) for lab in ALL]
+    found = []
+    for lab in ALL:
+        marks = [pytest.mark.xdist_group(lab.name), *([pytest.mark.labs] if lab.name in but else [])]
+        found.append(pytest.param(lab, id=lab.name, marks=marks))
+    return found
 
 
 def every_remedy(*kinds: str) -> list[Any]:
-    """Each remedy of these kinds; all but a lab's plain one are left to `make labs`."""
+    """Each remedy of these kinds; all but a lab's plain one, if no notebook has it, are left to `make labs`."""
     found = []
     for lab in ALL:
         for remedy in lab.remedies:
             marks = [pytest.mark.xdist_group(lab.name)]
-            marks += [] if remedy.name == lab.plain else [pytest.mark.labs]
+            marks += [] if remedy.name == lab.plain and not SHOWN.cures(lab, remedy) else [pytest.mark.labs]
             if remedy.kind in kinds:
                 found.append(pytest.param(lab, remedy, id=f"{lab.name}-{remedy.name}", marks=marks))
     return found
+
+
+SHOWN = Shown()
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +108,7 @@ def trials(lab: Lab) -> Trials:
     return _trials.setdefault(lab.name, Trials(lab, lab.program))
 
 
-@pytest.mark.parametrize("lab", every_lab())
+@pytest.mark.parametrize("lab", every_lab(but=SHOWN.programs))
 def test_what_is_broken_ends_as_said(lab: Lab) -> None:
     run = trials(lab).run()
     outcome = trials(lab).outcome(run)
@@ -122,7 +161,7 @@ def covers_nothing_up(lab: Lab, remedy: Remedy) -> None:
 
 def test_the_coverage_page_names_labs_and_remedies_that_there_are() -> None:
     known = {lab.name: {r.name for r in lab.remedies} for lab in ALL}
-    page = (Path(__file__).parents[1] / "docs" / "coverage.md").read_text()
+    page = (ROOT / "docs" / "coverage.md").read_text()
     named = [line for line in page.splitlines() if line.startswith("| ")]
     for line in named:
         for lab, remedy in re.findall(r"`([a-z_0-9]+)/([a-z_0-9]+)`", line):

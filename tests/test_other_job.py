@@ -160,7 +160,7 @@ def test_the_rank_outside_the_collective_is_waited_for(plain: Callable[..., Plai
     job.free()
 
 
-@pytest.mark.parametrize(("way", "nproc", "held_up_by"), [("lock", 2, 1), ("pipe", 4, 2)])
+@pytest.mark.parametrize(("way", "nproc", "held_up_by"), [("lock", 2, 1), ("pipe", 3, 2)])
 def test_a_hang_in_the_backward_of_ddp(plain: Callable[..., Plain], way: str, nproc: int, held_up_by: int) -> None:
     job = plain(way, nproc, module=way == "lock")
     seen = job.seen(f"Rank {held_up_by} has not come to what rank 0 waits for at line")
@@ -175,7 +175,7 @@ def test_what_stacks_do_not_tell_is_said_so(plain: Callable[..., Plain]) -> None
     seen = apart.seen("cannot be told")
     assert not seen.waited_for and "rank 0 waits at line" in seen.sentence and "rank 1 waits at line" in seen.sentence
     apart.free()
-    away = plain("two away", 4)
+    away = plain("two away", 3)
     seen = away.seen("Which of ranks 1 and 2 the others wait for cannot be told.")
     assert (
         not seen.waited_for and "Rank 0 waits at line" in seen.sentence and "rank 2 computes at line" in seen.sentence

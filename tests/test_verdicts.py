@@ -11,6 +11,9 @@ from jobs import Job, jobs, untrue
 
 import ddpkit
 
+# One process unpacks the recorded runs.
+pytestmark = pytest.mark.xdist_group("recorded")
+
 # Rules that decide fewer jobs than this are cases, unless docs/verdict.md needs them as definitions.
 FEWEST = 3
 DEFINITIONS = {"monitored barrier", "debt", "lock", "reported", "nobody waits"}

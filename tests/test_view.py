@@ -43,7 +43,7 @@ class FakeRun:
     """As much of a `Run` as the view reads."""
 
     name: str = "broken"
-    nproc: int = 2
+    world_size: int = 2
     command: str = "torchrun --nproc-per-node 2 broken.py"
     facts: str = "2 ranks · gloo on CPU"
     started: str = "started warm"

@@ -155,24 +155,27 @@ LOOKS = {
                 print(child.exitcode)
         """,
     "loader workers": """
-        import torch
-        from torch.utils.data import DataLoader, Dataset, get_worker_info
-        class Ten(Dataset):
+        class Ten:
             def __len__(self): return 10
-            def __getitem__(self, i): return i, get_worker_info().num_workers
+            def __getitem__(self, i): return i, torch_data().get_worker_info().num_workers
+        def torch_data():  # imported where it is used: the children above have no need of it
+            import torch.utils.data
+            return torch.utils.data
         if __name__ == "__main__":
-            for how in ("fork", "spawn", "forkserver"):
+            import torch
+            for how, workers in (("fork", 2), ("spawn", 1)):
                 torch.manual_seed(0)
-                loader = DataLoader(Ten(), batch_size=5, num_workers=2, multiprocessing_context=how, shuffle=True)
+                options = {"num_workers": workers, "multiprocessing_context": how}
+                loader = torch_data().DataLoader(Ten(), batch_size=5, shuffle=True, **options)
                 print(how, [[t.tolist() for t in batch] for batch in loader])
         """,
     "a dead loader worker": """
-        import os, signal, torch
-        from torch.utils.data import DataLoader, Dataset
-        class Deadly(Dataset):
+        import os, signal
+        class Deadly:
             def __len__(self): return 4
             def __getitem__(self, i): os.kill(os.getpid(), signal.SIGKILL)
         if __name__ == "__main__":
+            from torch.utils.data import DataLoader
             try:
                 list(DataLoader(Deadly(), num_workers=1))
             except RuntimeError as error:
@@ -200,6 +203,10 @@ THREADS = ("threads of numpy", "threads and debug level", "warnings")
 STARTED = ("subprocess", "children", "loader workers", "a dead loader worker")
 AT_EXIT = ("crash dump to stderr", "exit functions", "threads are joined")
 ENDS = tuple(look for look in LOOKS if look not in {*ITSELF, *THREADS, *STARTED, *AT_EXIT})
+# An end much like another one; `make soak` has these.
+ALIKE = (
+    "exception group and cause", "exit text", "exit code without clean-up", "terminated by itself", "abort", "memory limit",
+)  # fmt: skip
 # Where more than one rank makes a difference.
 TWO_RANKS = ("exception", "exit code", "killed", "interrupt", "DDP and flight recorder")
 VARIABLES = {
@@ -232,6 +239,8 @@ def both_ways(path: str, **options: Any) -> tuple[ddpkit.Run, ddpkit.Run]:
     warm = ddpkit.launch(path, **{"show": False, "timeout": 120, **options})
     assert cold.started == "started cold: warm=False"
     assert warm.warm, warm.started
+    assert warm.command == cold.command
+    assert "-P -m torch.distributed.run --standalone --nproc-per-node" in warm.command
     return cold, warm
 
 
@@ -258,7 +267,9 @@ def without_addresses(text: str) -> str:
     return re.sub(rf'( *File "{re.escape(str(PACKAGE))}/.*\n)+', "(ddpkit)\n", text)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [pytest.param(each, marks=[pytest.mark.soak] if each in ALIKE else []) for each in PROGRAMS]
+)
 def test_a_warm_job_is_the_same_job(script: Callable[..., str], home: Path, program: str) -> None:
     looks, options = PROGRAMS[program]
     (home / "beside.py").write_text("")
@@ -278,11 +289,10 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_no_two_ranks_share_a_seed(script: Callable[..., str], warm: bool) -> None:
+def test_no_two_ranks_share_a_seed(script: Callable[..., str], warm_process: None) -> None:
     path = script(SEEDS)
-    runs = [ddpkit.launch(path, warm=warm, show=False, timeout=120) for _ in range(2)]
-    assert [r.warm for r in runs] == [warm, warm]
+    runs = [ddpkit.launch(path, show=False, timeout=120) for _ in range(2)]
+    assert [r.warm for r in runs] == [True, True]
     drawn = [json.loads(rank.stdout) for run in runs for rank in run.ranks]
     for name in drawn[0]:
         assert len({d[name] for d in drawn}) == 4, f"{name} is the same twice"
@@ -318,16 +328,10 @@ def test_restarts_are_warm_too(script: Callable[..., str]) -> None:
         sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
         """
     )
-    cold, warm = both_ways(path, max_restarts=1)
+    cold, warm = both_ways(path, max_restarts=1, nproc=1)
     assert warm.ok
     assert all(rank.warm for attempt in warm.attempts for rank in attempt)
     assert [[r.stdout for r in a] for a in warm.attempts] == [[r.stdout for r in a] for a in cold.attempts]
-
-
-def test_the_command_is_plain_torchrun_either_way(script: Callable[..., str]) -> None:
-    cold, warm = both_ways(script("print('hello')"))
-    assert warm.command == cold.command
-    assert "-P -m torch.distributed.run --standalone --nproc-per-node 2" in warm.command
 
 
 # When a launch is cold, and says so.
@@ -341,8 +345,10 @@ def launch(path: str, **options: Any) -> ddpkit.Run:
     ("env", "reason"),
     [
         ({"TORCH_CPP_LOG_LEVEL": "INFO"}, "TORCH_CPP_LOG_LEVEL is read when Python and torch start"),
-        ({"PYTHONHASHSEED": "7"}, "PYTHONHASHSEED is read when Python and torch start"),
-        ({"LD_PRELOAD": ""}, "LD_PRELOAD is read when Python and torch start"),
+        pytest.param(
+            *({"PYTHONHASHSEED": "7"}, "PYTHONHASHSEED is read when Python and torch start"), marks=pytest.mark.soak
+        ),
+        pytest.param(*({"LD_PRELOAD": ""}, "LD_PRELOAD is read when Python and torch start"), marks=pytest.mark.soak),
         ({"OMP_NUM_THREADS": "2,1"}, "OMP_NUM_THREADS=2,1 is read when torch starts"),
     ],
 )
@@ -350,7 +356,7 @@ def test_a_variable_that_comes_too_late_makes_the_launch_cold(
     script: Callable[..., str], env: dict[str, str], reason: str
 ) -> None:
     name = next(iter(env))
-    run = launch(script(f"import os; print(os.environ['{name}'])"), env=env)
+    run = launch(script(f"import os; print(os.environ['{name}'])"), env=env, nproc=1)
     assert run.ok, str(run)
     assert run.started == f"started cold: {reason}"
     assert run.ranks[0].stdout.strip() == env[name]
@@ -389,9 +395,12 @@ print(torch.get_num_threads())
 """
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_LOGS", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    "name",
+    ["TORCH_LOGS", *(pytest.param(n, marks=pytest.mark.soak) for n in ("OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF"))],
+)
 def test_a_program_that_sets_a_variable_before_it_imports_torch_is_cold(script: Callable[..., str], name: str) -> None:
-    run = launch(script(SETS.format(name=name)), env={"TORCH_LOGS": None})
+    run = launch(script(SETS.format(name=name)), env={"TORCH_LOGS": None}, nproc=1)
     assert run.cold_because == f"the program names {name}, which is read when torch is imported"
 
 
@@ -402,7 +411,7 @@ def test_a_function_that_does_so_is_cold_too(home: Path) -> None:
 
         return torch.get_num_threads()
 
-    run = launch(train)
+    run = launch(train, nproc=1)
     assert run.cold_because == "the program names OMP_NUM_THREADS, which is read when torch is imported"
     assert set(run.returned.values()) == {min(2, os.cpu_count() or 1)}
 
@@ -432,7 +441,7 @@ def test_what_the_kernel_has_changed_since_is_inherited(script: Callable[..., st
 def test_a_file_that_shadows_a_loaded_module_makes_the_launch_cold(script: Callable[..., str], home: Path) -> None:
     path = script("import sympy; print(sympy.__file__)")
     (home / "sympy.py").write_text("")
-    run = launch(path)
+    run = launch(path, nproc=1)
     assert run.cold_because == f"{home} has a module sympy, which would take the place of one that is loaded already"
     assert run.ranks[0].stdout.strip() == str(home / "sympy.py")
 
@@ -442,13 +451,17 @@ def test_a_cell_that_bears_the_name_of_a_module_does_not_take_its_place(home: Pa
     torchrun("--as random --quiet --timeout 120", "import random; print(random.randint(1, 1))", bound)
     assert bound["random"].ok, str(bound["random"])
     assert bound["random"].warm, bound["random"].started
-    torchrun("--as random --quiet --timeout 120 --no-warm", "import random; print(random.randint(1, 1))", bound)
+    torchrun(
+        "--nproc-per-node 1 --as random --quiet --timeout 120 --no-warm",
+        "import random; print(random.randint(1, 1))",
+        bound,
+    )
     assert bound["random"].started == "started cold: warm=False"
 
 
 def test_warm_start_can_be_turned_off_for_all(script: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPKIT_WARM", "0")
-    run = launch(script("print('hello')"))
+    run = launch(script("print('hello')"), nproc=1)
     assert (run.ok, run.warm, run.started) == (True, False, "started cold: DDPKIT_WARM=0")
     assert ddpkit.Run.from_folder(run.folder).started == "started cold: DDPKIT_WARM=0"
 

@@ -6,11 +6,8 @@ import argparse
 import difflib
 import inspect
 import os
-import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +15,19 @@ from ddpkit.display import notebook
 from ddpkit.display.sink import Sink
 from ddpkit.errors import LaunchError
 from ddpkit.processes import zygote
-from ddpkit.processes.agent import LocalJob, Start
+from ddpkit.processes.agent import Job, LocalJob
+from ddpkit.processes.zygote import Start
 from ddpkit.run import Run
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.folders import new_run_folder
+from ddpkit.watcher.far import FarProgress
+from ddpkit.watcher.progress import Progress
 from ddpkit.watcher.watcher import Limits, Watcher
 
-from .options import Options, Sharing, checked_options, decided_backend, free_port, sharing
+from .job_record import described
+from .on_slurm import start_on_slurm
+from .options import Options, checked_options, decided_backend, free_port, gpus_of_each_agent, sharing
+from .slurm import SlurmOptions
 from .target import Target, resolve
 
 # Variables that ipykernel sets for itself, or that would make a rank's output differ from a terminal's.
@@ -37,6 +40,7 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     nproc: int | str = 2,
     nnodes: int | str = 1,
+    slurm: SlurmOptions | None = None,
     backend: str | None = None,
     env: Mapping[str, str | None] | None = None,
     timeout: float | None = None,
@@ -63,6 +67,8 @@ def launch(
         nproc: ranks of each agent; "gpu", "cpu" or "auto" as with torchrun.
         nnodes: agents, all on this machine, as if each were on a host of its own; "1:2" for an elastic job that starts with
             two and may go on with one.
+        slurm: hosts of a Slurm cluster instead of this machine, as `ddpkit.SlurmOptions(nodes=2)`; the run folder must be on a
+            file system that all hosts share. `timeout` then counts from the submission.
         backend: "gloo" or "nccl" for `ddpkit.rank.setup()`; None means nccl if each rank has its own GPU, else gloo.
         env: environment variables to add; a value of None removes the variable.
         timeout: seconds after which the job is ended, with every rank's stack in the run; None means no limit.
@@ -90,6 +96,7 @@ def launch(
     options = checked_options(
         nproc=nproc,
         nnodes=nnodes,
+        slurm=slurm,
         backend=backend,
         env=env or {},
         timeout=timeout,
@@ -137,32 +144,28 @@ def start(
     program, *rest = target.write(folder)
     command = _torchrun([program, *rest], options, folder.name)
     script = "" if program == "-m" else program
-    spec = _spec(target, options, command, env, backend, shared) | {"program": script}
+    spec = described(target, options, command, env, backend, shared) | {"program": script}
     wire.write_record(folder / wire.JOB, spec)
     env |= {wire.ENV_RUN: str(folder)} | ({} if options.expect_replicas else {wire.ENV_REPLICAS: "0"})
-    starts = []
-    for node in options.nodes:
-        start = Start(
-            command,
-            spec["cwd"],
-            env | _torchrun_settings(wire.node_folder(folder, node), _shutdown_timeout(options, env), node),
-            _cold_because(target, options, env),
-            # The folder that Python puts first in sys.path in the ranks.
-            [os.path.dirname(script) if script else spec["cwd"]],
-            target.variables(),
-            _base_environment(),
-            zygote.PATIENCE_S if wait or patient else 0,
-            node,
-        )
-        starts.append(start)
-    job = LocalJob(folder, starts, options.elastic)
+    env |= _torchrun_settings(folder, _shutdown_timeout(options, env))
+    job: Job
+    if options.slurm:
+        job = start_on_slurm(folder, spec, [program, *rest], _of_torchrun(options), options.slurm, env)
+        progress: Progress = FarProgress(folder)
+        spec |= {"slurm": job.number, "command": job.plain_command}
+    else:
+        # The folder that Python puts first in sys.path in the ranks.
+        imports = [os.path.dirname(script) if script else spec["cwd"]]
+        cold, patience_s = _cold_because(target, options, env), zygote.PATIENCE_S if wait or patient else 0
+        begin = Start(command, spec["cwd"], env, cold, imports, target.variables(), _base_environment(), patience_s)
+        job, progress = LocalJob(folder, begin, gpus_of_each_agent(options, env), options.elastic), Progress()
     wire.write_record(folder / wire.JOB, {**spec, "cold_because": job.cold_because})
     run = Run(folder, job, options.reveal)
     limits = Limits(options.timeout_s, options.stall_s, options.stop_on_stall)
     sink.begin(run, lambda: job.stop("stopped"))
     if sink is not show:
         notebook.show_live(sink)
-    Watcher(run, job, sink, limits).start()
+    Watcher(run, job, sink, limits, progress).start()
     if wait:
         job.wait()
         notebook.show_ended(run, sink)
@@ -183,30 +186,30 @@ def _torchrun(target: Sequence[str], options: Options, run_id: str) -> list[str]
     own_rendezvous = any(o.startswith(("--rdzv", "--master", "--nnodes", "--node-rank")) for o in options.torchrun)
     # As with the command `torchrun`, no file of the current folder gets in the way of one that torchrun imports.
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]
-    if options.nnodes != 1:
+    if options.slurm:
+        return [*command, "--nnodes", str(options.slurm.nodes), *_of_torchrun(options), *target]
+    if len(options.nodes) > 1:
         command += ["--nnodes", str(options.nnodes)]
-    if not own_rendezvous and options.nnodes == 1:
+    if not own_rendezvous and len(options.nodes) == 1:
         command += ["--standalone"]
     elif not own_rendezvous:
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", run_id]
-    command += ["--nproc-per-node", str(options.nproc)]
-    command += ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
-    return [*command, *options.torchrun, *target]
+    return [*command, *_of_torchrun(options), *target]
 
 
-def _torchrun_settings(agent: Path, shutdown_timeout: str, node: str) -> dict[str, str]:
-    """The environment of the agent of host `node`, with folder `agent`."""
+def _of_torchrun(options: Options) -> list[str]:
+    """The options of torchrun that do not tell how its agents meet."""
+    restarts = ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
+    return ["--nproc-per-node", str(options.nproc), *restarts, *options.torchrun]
+
+
+def _torchrun_settings(folder: Path, shutdown_timeout: str) -> dict[str, str]:
     asked = {wire.ENV_SHUTDOWN: shutdown_timeout} if shutdown_timeout else {}
-    return (
-        asked
-        | {
-            "PYTHON_EXEC": str((agent.parents[1] if node else agent) / wire.RANK_PYTHON),
-            "PET_LOG_DIR": str(agent / wire.LOGS),
-            "PET_REDIRECTS": "3",
-            "PET_MONITOR_INTERVAL": "0.05",
-        }
-        | ({wire.ENV_NODE: node} if node else {})
-    )
+    return asked | {
+        "PYTHON_EXEC": str(folder / wire.RANK_PYTHON),
+        "PET_REDIRECTS": "3",
+        "PET_MONITOR_INTERVAL": "0.05",
+    }
 
 
 def _shutdown_timeout(options: Options, env: Mapping[str, str]) -> str:
@@ -243,50 +246,3 @@ def _environment(target: Target, options: Options) -> dict[str, str]:
         else:
             env[key] = str(value)
     return env
-
-
-def _for_each(nodes: Sequence[str], command: str) -> str:
-    """A shell line that starts `command` once for each host, side by side."""
-    if len(nodes) == 1:
-        return command
-    return f"(for node in {' '.join(map(str, range(len(nodes))))}; do {command} & done; wait)"
-
-
-_ASKED = ("nnodes", "env", "backend", "torchrun", "max_restarts", "share_gpu", "warm", "expect_replicas")
-
-
-def _spec(
-    target: Target, options: Options, command: Sequence[str], env: Mapping[str, str], backend: str, shared: Sharing
-) -> dict[str, Any]:
-    changed = {k: v for k, v in env.items() if os.environ.get(k) != v}
-    settings = "".join(f"{k}={shlex.quote(v)} " for k, v in changed.items())
-    gpus = shared.gpus or options.world_size
-    cwd = options.cwd or os.getcwd()
-    hosts = f"{len(options.nodes)} agents · " if len(options.nodes) > 1 else ""
-    devices = "CPU" if backend == "gloo" else f"{gpus} GPU" + "s" * (gpus > 1) + ", shared" * bool(shared.gpus)
-    return {
-        "name": options.name or target.name,
-        "nproc": options.nproc,
-        "world_size": options.world_size,
-        "backend": backend,
-        "device_words": f"{hosts}{backend} on {devices}",
-        "command": f"cd {shlex.quote(cwd)} && " + _for_each(options.nodes, f"{settings}{shlex.join(command)}"),
-        "torchrun": list(command),
-        "cwd": cwd,
-        "env": changed,
-        # What was asked for, in the words of `launch`: the bench asks for the same again.
-        "asked": {"args": list(target.args)} | {name: getattr(options, name) for name in _ASKED},
-        "path_folder": target.path_folder or os.path.dirname(target.command[0]),
-        "timeout_s": options.timeout_s,
-        "stall_s": options.stall_s,
-        "expect_replicas": options.expect_replicas,
-        "notes": [*target.notes, *filter(None, [shared.note])],
-        "script": next(iter(target.files), ""),
-        "versions": {
-            "python": sys.version.split()[0],
-            "torch": metadata.version("torch"),
-            "ddpkit": metadata.version("ddpkit"),
-        },
-        "started_ns": time.time_ns(),
-        "launched_by": os.getpid(),
-    }

@@ -17,6 +17,9 @@ from ddpkit.errors import LaunchError
 from ddpkit.machine import devices
 from ddpkit.runfolder import wire
 
+from .slurm import SlurmOptions
+from .slurm_queue import refuse_impossible
+
 BACKENDS = ("gloo", "nccl")
 # The commands' exit codes by how the job ended; 1 for everything else.
 EXIT_CODES = {"passed": 0, "stopped": 130, "timed_out": 124, "hung": 124}
@@ -49,6 +52,7 @@ class Options:
     share_gpu: bool = False
     expect_replicas: bool = True
     cwd: str | None = None
+    slurm: SlurmOptions | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -59,7 +63,7 @@ class Options:
     @property
     def world_size(self) -> int:
         """Ranks of the whole job."""
-        return self.nproc * len(self.nodes)
+        return self.nproc * (self.slurm.nodes if self.slurm else len(self.nodes))
 
     @property
     def elastic(self) -> bool:
@@ -87,6 +91,9 @@ def checked_options(
         raise LaunchError(f"launch: torchrun={torchrun!r} is one string; give a list, such as {torchrun.split()!r}.")
     limits = _seconds("timeout", timeout), _seconds("stall", stall)
     _check_nodes(nnodes, torchrun)
+    if others.get("slurm") is not None:
+        _check_slurm(nproc, nnodes, torchrun, **others)
+        return Options(nproc, nnodes, *limits, max_restarts, tuple(torchrun), **others)
     options = Options(_ranks_asked_for(nproc), nnodes, *limits, max_restarts, tuple(torchrun), **others)
     if options.world_size > (most := devices.most_ranks()):
         each = f"{options.nproc} ranks for each of {len(options.nodes)} agents"
@@ -110,6 +117,24 @@ def _ranks_asked_for(nproc: Any) -> int:
     if number > most:
         raise LaunchError(f"launch: {number} ranks asked for on {os.cpu_count()} cores; ask for {most} at most.")
     return number
+
+
+def _check_slurm(nproc: Any, nnodes: Any, torchrun: Sequence[str], slurm: Any, **others: Any) -> None:
+    """Refuse what cannot be had on Slurm's hosts, of which this one knows nothing."""
+    if not isinstance(slurm, SlurmOptions):
+        advice = "give ddpkit.SlurmOptions(nodes=2, ...)"
+        raise LaunchError(f"launch: slurm={slurm!r} is a {type(slurm).__name__}; {advice}.")
+    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
+        raise LaunchError(f"launch: nproc={nproc!r} asked for on Slurm's hosts; give a number of ranks for each host.")
+    if nnodes != 1:
+        raise LaunchError(f"launch: nnodes={nnodes!r} asked for with slurm=; use SlurmOptions(nodes={nnodes!r}).")
+    if others.get("share_gpu"):
+        raise LaunchError("launch: share_gpu=True asked for with slurm=; it is for several ranks on this machine.")
+    for option in torchrun:
+        if option.startswith(("--standalone", "--nnodes", "--node-rank", "--rdzv", "--master")):
+            name = option.partition("=")[0]
+            raise LaunchError(f"launch: torchrun's {name} asked for with slurm=, which sets it; leave it out.")
+    refuse_impossible(slurm)
 
 
 def _check_nodes(nnodes: Any, torchrun: Sequence[str]) -> None:
@@ -158,6 +183,8 @@ def decided_backend(options: Options, env: Mapping[str, str]) -> str:
         near = difflib.get_close_matches(asked.lower(), BACKENDS, n=1)
         hint = f'did you mean "{near[0]}"?' if near else "use one of them, or None to have it chosen."
         raise LaunchError(f'launch: backend "{asked}" is not one of {", ".join(BACKENDS)}; {hint}')
+    if options.slurm:
+        return asked or ("nccl" if any("gpu" in option for option in options.slurm.sbatch) else "gloo")
     gpus = len(usable_gpus(env))
     found = _found(gpus, env)
     if options.share_gpu and asked == "gloo":
@@ -206,6 +233,16 @@ def sharing(options: Options, env: Mapping[str, str]) -> Sharing:
 def usable_gpus(env: Mapping[str, str]) -> list[devices.Gpu]:
     """The GPUs that ranks started in `env` may use; none if torch was built without CUDA."""
     return devices.visible_gpus(env.get("CUDA_VISIBLE_DEVICES")) if torch_has_cuda() else []
+
+
+def gpus_of_each_agent(options: Options, env: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The variable by which each agent gets GPUs of its own, as on a host of its own; none if there are too few."""
+    gpus, found = usable_gpus(env), {}
+    enough = len(options.nodes) > 1 and len(gpus) >= options.world_size
+    for number, node in enumerate(options.nodes):
+        own = gpus[number * options.nproc :][: options.nproc]
+        found[node] = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in own)} if enough else {}
+    return found
 
 
 def torch_has_cuda() -> bool:

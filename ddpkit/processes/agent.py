@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ class Job:
         """File descriptors that become readable when an agent's processes are gone; the caller closes them."""
         return []
 
+    @property
+    def waits(self) -> str:
+        """What the job waits for before any agent can start, such as a place in a queue; "" if for nothing."""
+        return ""
+
     def let_go(self) -> None:
         """Tell the agents to end that wait for one that has failed; the watcher calls it while no rank is left."""
 
@@ -107,18 +113,25 @@ class Job:
 
 
 class LocalJob(Job):
-    """A job whose agents, one for each start, run on this machine."""
+    """A job whose agents run on this machine.
 
-    def __init__(self, folder: Path, starts: Sequence[Start], elastic: bool = False) -> None:
-        super().__init__(folder, starts[0].cold_because)
+    `nodes` has for each agent the name of its host ("" if there is one agent), and the variables that it alone gets.
+    """
+
+    def __init__(
+        self, folder: Path, start: Start, nodes: Mapping[str, Mapping[str, str]], elastic: bool = False
+    ) -> None:
+        super().__init__(folder, start.cold_because)
         self.elastic = elastic
         write_rank_python(folder)
         self._keepers: dict[str, subprocess.Popen[bytes] | ForkedKeeper] = {}
-        for start in starts:
-            own = wire.node_folder(folder, start.node)
+        for node, settings in nodes.items():
+            own = wire.node_folder(folder, node)
             own.mkdir(parents=True, exist_ok=True)
+            named = {wire.ENV_NODE: node} if node else {}
+            each = replace(start, env={**start.env, **named, "PET_LOG_DIR": str(own / wire.LOGS), **settings})
             with open(own / wire.AGENT_LOG, "wb") as log:
-                self._keepers[start.node] = self._start_warm(start, log.fileno()) or _start_cold(start, log.fileno())
+                self._keepers[node] = self._start_warm(each, log.fileno()) or _start_cold(each, log.fileno())
         self.started = time.monotonic()
 
     def _start_warm(self, start: Start, log: int) -> ForkedKeeper | None:

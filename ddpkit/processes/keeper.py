@@ -27,6 +27,8 @@ from ddpkit.processes.sweep import sweep
 from ddpkit.runfolder import wire
 
 TICK_S = 0.2
+# Slurm sends SIGTERM to a rank and to its keeper at once; the rank may have died of it before the keeper hears it.
+HEARS_WITHIN_S = 0.2
 LINGER_S = 1.0
 LOOKED_AT_WITHIN_S = 3.0
 ALIKE_WITHIN_S = 6.0
@@ -168,6 +170,8 @@ class Keeper:
     def _write_record(self) -> None:
         status = self.status or 0
         died_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        if died_by and died_by in FATAL and not self.told and signal.sigtimedwait({died_by}, HEARS_WITHIN_S):
+            self.told, self.told_ns = signal.Signals(died_by).name, self.ended_ns
         record = {
             "pid": self.pid,
             "exitcode": -died_by if died_by else os.WEXITSTATUS(status),

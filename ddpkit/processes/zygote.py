@@ -46,8 +46,7 @@ class Start:
     """How to start a job's agent: `command` in the folder `cwd` with `env`, warm unless `cold_because` says why not.
 
     `folders` are those the job imports from, `variables` those it may set before it imports torch, `base_env` is the
-    environment of a new zygote, `patience_s` how long to wait for a zygote that is still importing torch, and `node` the
-    name of its host if the job has several agents.
+    environment of a new zygote, and `patience_s` how long to wait for a zygote that is still importing torch.
     """
 
     command: Sequence[str]
@@ -58,7 +57,6 @@ class Start:
     variables: Sequence[str] = ()
     base_env: Mapping[str, str] = field(default_factory=dict)
     patience_s: float = 0.0
-    node: str = ""
 
 
 class Zygote:

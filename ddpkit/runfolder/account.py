@@ -14,7 +14,10 @@ from .stable import shortened, stable
 
 @dataclass(frozen=True)
 class Ending:
-    """How the job ended. `reason`: "" (by itself), "stopped", "timeout" or "stall"."""
+    """How the job ended. `reason`: "" (by itself), "stopped", "timeout" or "stall"; `by`: a sentence that says more of it.
+
+    `agent_node` is the host of the agent that counts, "" if there is one agent; `lost_nodes` are hosts without a sign of life.
+    """
 
     reason: str = ""
     agent_exitcode: int | None = 0
@@ -25,6 +28,21 @@ class Ending:
     timeout_s: float | None = None
     stall_s: float | None = None
     running: bool = False
+    by: str = ""
+
+    @property
+    def agent_death(self) -> str:
+        """`torchrun itself was killed by SIGKILL`, or `torchrun on node1 was killed by SIGKILL`."""
+        agent = f"torchrun on {self.agent_node}" if self.agent_node else "torchrun itself"
+        return f"{agent} was killed by {self.agent_signal}"
+
+    @property
+    def nodes_gone(self) -> str:
+        """`host n2 is gone, and its agent left no record`; for several `hosts n2 and n3 are gone ...`."""
+        *others, last = self.lost_nodes
+        if others:
+            return f"hosts {', '.join(others)} and {last} are gone, and their agents left no record"
+        return f"host {last} is gone, and its agent left no record"
 
 
 @dataclass(frozen=True)
@@ -58,9 +76,10 @@ def read_account(folder: Path, spec: Mapping[str, Any], end: Mapping[str, Any], 
         reason=reason,
         agent_exitcode=agent.get("exitcode", end.get("keeper_exitcode")),
         agent_signal=None if reason else agent.get("signal"),
-        agent_error=_last_words(torchrun_log),
+        agent_error=end.get("error") or _last_words(torchrun_log),
         agent_node=node,
-        lost_nodes=_lost_nodes(folder),
+        by=end.get("by", ""),
+        lost_nodes=_lost_nodes(folder, end),
         timeout_s=spec.get("timeout_s"),
         stall_s=spec.get("stall_s"),
     )
@@ -84,11 +103,12 @@ def _agent_that_counts(folder: Path, end: Mapping[str, Any], elastic: bool) -> t
     return record, node
 
 
-def _lost_nodes(folder: Path) -> tuple[str, ...]:
-    """The hosts of a job of several agents that wrote no record of their agent's end, while another host did."""
+def _lost_nodes(folder: Path, end: Mapping[str, Any]) -> tuple[str, ...]:
+    """The hosts without a sign of life; at the end, those that wrote no record of their agent's end while another did."""
     nodes = [own for own in wire.node_folders(folder) if own != folder]
-    lost = tuple(own.name for own in nodes if not (own / wire.AGENT_RECORD).exists())
-    return lost if len(lost) < len(nodes) else ()
+    silent = [own.name for own in nodes if not (own / wire.AGENT_RECORD).exists()]
+    is_over = "keeper_exitcode" in end and len(silent) < len(nodes)
+    return tuple(sorted({*end.get("lost", ()), *(silent if is_over else ())}))
 
 
 def as_they_stood(ranks: Sequence[Rank]) -> list[Rank]:

@@ -62,6 +62,20 @@ def packed(run: Path, target: str | Path | None, summary: str) -> Path:
     return path.resolve()
 
 
+def found_run(folder: str | Path) -> Path:
+    """The run folder `folder`, or that of a zip, which is unpacked.
+
+    Raises:
+        FileNotFoundError: no run is there.
+    """
+    path = Path(folder).expanduser().resolve()
+    if zipfile.is_zipfile(path):
+        path = unpacked(path)
+    if not (path / wire.JOB).exists():
+        raise FileNotFoundError(f"Run.from_folder: {path} holds no {wire.JOB}; give a folder below .ddpkit/runs/.")
+    return path
+
+
 def unpacked(bundle: Path) -> Path:
     """Unpack a zip that `Run.bundle` wrote, without pickled values, and return its run folder.
 
@@ -103,11 +117,12 @@ def _prune(runs: Path) -> None:
 
 
 def _is_over(folder: Path) -> bool:
-    """Whether the run has ended, or the process that launched it is gone."""
+    """Whether the run has ended, or the process that launched it is gone; a job on Slurm goes on without that process."""
     if (folder / wire.END).exists():
         return True
-    launched_by = (wire.read_record(folder / wire.JOB) or {}).get("launched_by")
-    return launched_by is not None and not Path(f"/proc/{launched_by}").exists()
+    spec = wire.read_record(folder / wire.JOB) or {}
+    launched_by = spec.get("launched_by")
+    return launched_by is not None and not spec.get("slurm") and not Path(f"/proc/{launched_by}").exists()
 
 
 def log_folder(folder: Path, attempt: int, started: Mapping[str, Any]) -> Path | None:

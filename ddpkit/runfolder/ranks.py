@@ -27,9 +27,8 @@ class Rank:
 
     `exitcode` is -9 for a death by SIGKILL, as in `subprocess`; `signal` names it. `told`: the signal that torchrun or
     ddpkit sent to end it. `oom`: the kernel's line, if it killed the rank for memory. `finished_ns`: when its script
-    ended; `left_at`: the line of the `sys.exit` that ended it. `node`: its host, if the job has several agents.
-    `peak_rss_mib`: the system's figure. `words` and `role` (passed, culprit, own, consequence, unknown) come from the
-    verdict.
+    ended; `left_at`: the line of the `sys.exit` that ended it. `node`: its host, if there are several agents. `words` and
+    `role` (passed, culprit, own, consequence, unknown) come from the verdict.
     """
 
     rank: int
@@ -269,10 +268,9 @@ def _number(path: Path) -> int:
 
 
 def _read_rank(folder: Path, own: Path, cells: Sources) -> Rank:
-    started = wire.read_record(own / wire.STARTED) or {}
     ended = wire.read_record(own / wire.EXIT) or {}
     attempt, rank = _number(own.parent), _number(own)
-    started = {"local_rank": rank, **started}
+    started = {"local_rank": rank, **(wire.read_record(own / wire.STARTED) or {})}
     log = log_folder(folder, attempt, started)
     finished = wire.read_record(own / wire.FINISHED) or {}
     return Rank(

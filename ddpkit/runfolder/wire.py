@@ -69,6 +69,12 @@ SOURCES = "sources.json"
 AGENT_RECORD = "agent.json"
 AGENT_LOG = "torchrun.log"
 LOGS = "logs"
+# What the watcher on that host writes down a few times a second, and which look it has done last.
+PULSE = "pulse.json"
+LOOKED = "looked.json"
+# In the run folder: the look that is asked of the watchers on the hosts; the hosts that do not see the run folder.
+LOOK_ASKED = "look_asked.json"
+NOT_SHARED = "not_shared.txt"
 
 # What the reader answered before the run was revealed.
 ANSWERED = "answered.json"

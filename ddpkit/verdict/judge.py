@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -62,17 +61,18 @@ def judge(ranks: Sequence[Rank], ending: Ending) -> Verdict:
 
 def find(ranks: Sequence[Rank], ended: Mapping[int, End], ending: Ending) -> Finding:
     """Ask the three questions of docs/verdict.md in order."""
-    own, hurt = [], []
+    own, hurt, lost = [], [], []
     for rank in ranks:
-        if ended[rank.rank] == "own":
+        if rank.node in ending.lost_nodes:
+            lost.append(rank)
+        elif ended[rank.rank] == "own":
             own.append(rank)
         elif ended[rank.rank] in ("peer_lost", "gave_up", "reported"):
             hurt.append(rank)
-    lost = [rank for rank in ranks if rank.node in ending.lost_nodes]
-    if lost and all(rank in lost for rank in own):
-        return Finding(numbers_of(lost), "agent", "node_lost", others=numbers_of(hurt))
     if own:
         return by_own_failure(own, ranks)
+    if lost:
+        return Finding(numbers_of(lost), "agent", "node_lost", others=numbers_of(hurt))
     if "parted" in ended.values():
         return _parted(ranks)
     if ending.reason:
@@ -152,7 +152,7 @@ def _stood_still(ranks: Sequence[Rank]) -> bool:
             still.append(unmoved_s(rank))
             if place_of(rank).kind in ("waiting", "joining"):
                 waiting.append(unmoved_s(rank))
-    return min(waiting or still, default=math.inf) >= max(STILL_FROM_S, _STEPS_MISSED * longest_ns / 1e9)
+    return min(waiting or still, default=0.0) >= max(STILL_FROM_S, _STEPS_MISSED * longest_ns / 1e9)
 
 
 def who_holds_up_the_job(ranks: Sequence[Rank]) -> Finding:

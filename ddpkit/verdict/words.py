@@ -52,11 +52,13 @@ def sentence(found: Finding, ranks: Sequence[Rank], ending: Ending) -> str:
 
 
 def _why_ended(ending: Ending) -> str:
+    if ending.by or not ending.reason:
+        return ending.by
     if ending.reason == "timeout":
         return f"The job ran longer than timeout={ending.timeout_s:g} s and was ended."
     if ending.reason == "stall":
         return f"No rank made progress for stall={ending.stall_s:g} s and the job was ended."
-    return "The job was stopped." if ending.reason else ""
+    return "The job was stopped."
 
 
 def _do(numbers: Sequence[int], one: str, more: str) -> str:
@@ -66,15 +68,13 @@ def _do(numbers: Sequence[int], one: str, more: str) -> str:
 
 def _does(f: Facts) -> str:
     """What the first of the ranks at fault does instead of joining."""
-    some = f.found.ranks
-    return f"{'it' if len(some) == 1 else ranks_said(some[:1])} {doing(f.places[some[0]])}.{helper(f.places[some[0]])}"
+    first, *more = f.found.ranks
+    return f"{ranks_said([first]) if more else 'it'} {doing(f.places[first])}.{helper(f.places[first])}"
 
 
 def _each(f: Facts, some: Iterable[int] | None = None) -> str:
     """`rank 0 waits in barrier #4; rank 1 sits at line 9`, for all ranks or for some."""
-    return "; ".join(
-        f"rank {number} {doing(f.places[number])}" for number in sorted(f.places if some is None else some)
-    )
+    return "; ".join(f"rank {each} {doing(f.places[each])}" for each in sorted(f.places if some is None else some))
 
 
 def _at(rank: Rank) -> str:
@@ -289,8 +289,8 @@ _SAID: dict[str, Callable[[Facts], str]] = {
     # The job as a whole.
     "unknown": _untold,
     "unknown/agent_failed": lambda f: f"torchrun ended before any rank had started: {f.ending.agent_error}",
-    "agent": lambda f: f"torchrun itself was killed by {f.ending.agent_signal}; then its ranks were ended.",
-    "agent/node_lost": lambda f: f"{f.who} was lost with {f.first.node}, whose agent left no record. {_lost_it(f)}",
+    "agent/agent_killed": lambda f: f"{f.ending.agent_death}; then its ranks were ended.",
+    "agent/node_lost": lambda f: f"{f.ending.nodes_gone}; {f.who} ran there. {_lost_it(f)}",
     "agent/agent_failed": lambda f: f"every rank passed, but torchrun failed: {f.ending.agent_error}",
     "ended": lambda f: "",
     "passed": lambda f: "",

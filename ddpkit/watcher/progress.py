@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import psutil
 
+from ddpkit.machine import devices
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.ranks import Rank
 from ddpkit.verdict.places import BUSY_FROM
 
-from .look import ask, size
+from .look import ask, look, size
 
 # A rank that prints or reports is never asked for its collectives.
 ASK_AFTER_S = 0.4
@@ -39,6 +40,14 @@ class Used(NamedTuple):
     waits_for_disk: bool = False
 
 
+class Memory(NamedTuple):
+    """What a rank holds: MiB of this host, and of the device with that name."""
+
+    rss_mib: float | None = None
+    device: str = ""
+    device_mib: float | None = None
+
+
 @dataclass
 class Heard:
     """When one rank last made progress (monotonic clock), and what its process `used` lately."""
@@ -52,7 +61,7 @@ class Heard:
 
 
 class Progress:
-    """Follows the ranks of one job; the watcher calls it a few times a second."""
+    """Follows the ranks of one job on this host; the watcher calls it a few times a second."""
 
     def __init__(self) -> None:
         self._heard: dict[tuple[int, int], Heard] = {}
@@ -67,10 +76,8 @@ class Progress:
 
     def update(self, ranks: Sequence[Rank]) -> None:
         """Look for reports and new collectives of the running ranks, and at what they used."""
+        self._note_ends(ranks)
         now = time.monotonic()
-        ended = tuple((rank.failure is not None, rank.exitcode) for rank in ranks)
-        if ended != self._ended:
-            self._ended, self._ended_at = ended, now
         for rank in ranks:
             if rank.exitcode is not None or not rank.pid:
                 continue
@@ -88,6 +95,31 @@ class Progress:
             if now - max(heard.at, heard.asked) > ASK_AFTER_S:
                 heard.asked = now
                 ask(rank, wire.ASK_COUNT)
+
+    def _note_ends(self, ranks: Sequence[Rank]) -> None:
+        ended = tuple((rank.failure is not None, rank.exitcode) for rank in ranks)
+        if ended != self._ended:
+            self._ended, self._ended_at = ended, time.monotonic()
+
+    def look(self, ranks: Sequence[Rank], why: str) -> None:
+        """Look at every living rank and record what is found."""
+        silent_s = {rank.rank: self.silent_s(rank) for rank in ranks}
+        busy = {rank.rank: self.busy(rank) for rank in ranks}
+        look(ranks, why, silent_s, busy)
+
+    def lost(self) -> list[str]:
+        """The hosts that give no sign of life any more."""
+        return []
+
+    def memory(self, ranks: Sequence[Rank]) -> dict[int, Memory]:
+        """The memory of each rank."""
+        living = [rank.pid if rank.exitcode is None else None for rank in ranks]
+        resident, used = devices.rss_mib(living), devices.device_mib([pid for pid in living if pid])
+        found = {}
+        for rank, pid, rss in zip(ranks, living, resident, strict=True):
+            gpu, mib = used.get(pid or 0, (None, None))
+            found[rank.rank] = Memory(rss, f"GPU {gpu.index}" if gpu else "", mib)
+        return found
 
     def silent_s(self, rank: Rank) -> float:
         """Seconds since this rank's last progress."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from ddpkit.display.rows import Standstill, rows
 from ddpkit.display.sink import Line, Now, RankNow, Sink
-from ddpkit.machine import devices
 from ddpkit.processes.agent import Job
 from ddpkit.run import Run
 from ddpkit.runfolder import wire
@@ -29,7 +28,7 @@ from ddpkit.verdict.places import BUSY_FROM, place_on_the_way_out
 from ddpkit.verdict.words import sentence
 
 from .log_cap import LogCap
-from .look import look, withdraw
+from .look import withdraw
 from .progress import LATELY_S, Progress
 from .tail import Tails
 
@@ -64,7 +63,7 @@ class Watcher:
     job: Job
     sink: Sink
     limits: Limits
-    _progress: Progress = field(default_factory=Progress)
+    progress: Progress = field(default_factory=Progress)
     _finding: Finding | None = None
     _still: Standstill | None = None
     _still_exits: tuple[int | None, ...] = ()
@@ -120,14 +119,14 @@ class Watcher:
         if not lines:
             return
         for attempt, rank in {(line.attempt, line.rank) for line in lines}:
-            self._progress.spoke(attempt, rank)
+            self.progress.spoke(attempt, rank)
         self.sink.lines(lines)
 
     def _say_how_it_is(self) -> None:
         attempts = read_attempts(self.run.folder)
         ranks = attempts[-1] if attempts else ()
         self._cap.apply([tail for tail in self._tails.tails.values() if tail.size > self._cap.bytes])
-        self._progress.update(ranks)
+        self.progress.update(ranks)
         self._handling = _handling(ranks)
         self._mind_the_limits(ranks)
         self._mind_the_agents(ranks)
@@ -144,6 +143,10 @@ class Watcher:
             does = "handle SIGTERM by their own code, and have" if more else f"handles SIGTERM{first['by']}, and has"
             stop = "Stop again to end" if self.job.end["reason"] else "Stop twice to end"
             return f"{who.capitalize()} {does} {first['seconds']:g} s for that. {stop} it at once."
+        if lost := self.job.end.get("lost"):
+            return f"No sign of life from {', '.join(lost)}: the host, or what ran on it, is gone."
+        if self.job.waits:
+            return self.job.waits
         if self.job.end["notes"]:
             return self.job.end["notes"][-1]
         return f"No rank has made progress for {self.limits.stall_s:g} s." if self._finding else ""
@@ -163,17 +166,15 @@ class Watcher:
 
     def _states(self, ranks: Sequence[Rank]) -> tuple[RankNow, ...]:
         found = {row.rank: row for row in self._still.rows} if self._still and self.run.revealed else {}
-        living = [r.pid if r.exitcode is None else None for r in ranks]
-        resident, used = devices.rss_mib(living), devices.device_mib([p for p in living if p])
+        memory = self.progress.memory(ranks)
         by_rank = {}
-        for rank, pid, rss in zip(ranks, living, resident, strict=True):
-            gpu, mib = used.get(pid or 0, (None, None))
-            device = f"GPU {gpu.index}" if gpu else ""
+        for rank in ranks:
             kind, words = self._kind(rank)
             if kind == "silent" and rank.rank in found:
                 words = found[rank.rank].words
-            by_rank[rank.rank] = RankNow(rank.rank, kind, words, rss, device, mib, rank.attempt, rank.node)
-        return tuple(by_rank.get(i, RankNow(i, "starting", "starting")) for i in range(self.run.world_size))
+            by_rank[rank.rank] = RankNow(rank.rank, kind, words, *memory[rank.rank], rank.attempt, rank.node)
+        words = "in the queue" if self.job.waits else "starting"
+        return tuple(by_rank.get(i, RankNow(i, "starting", words)) for i in range(self.run.world_size))
 
     def _kind(self, rank: Rank) -> tuple[str, str]:
         if rank.exitcode is None:
@@ -182,10 +183,10 @@ class Watcher:
             if grace := self._handling.get(rank.rank):
                 left_s = max(0.0, (grace["until_ns"] - time.time_ns()) / 1e9)
                 return "ending", f"handles SIGTERM, {left_s:.0f} s left"
-            silent_s = self._progress.silent_s(rank)
+            silent_s = self.progress.silent_s(rank)
             if self.limits.stall_s is not None and silent_s > self.limits.stall_s:
                 return "silent", f"silent for {silent_s:.0f} s"
-            return "running", self._progress.doing(rank) if self.run.revealed else "running"
+            return "running", self.progress.doing(rank) if self.run.revealed else "running"
         kind = own_end(rank)
         if not self.run.revealed and kind in ("peer_lost", "gave_up"):
             return "failed", rank.plain_words
@@ -198,7 +199,7 @@ class Watcher:
     def _mind_the_limits(self, ranks: Sequence[Rank]) -> None:
         if self.job.end["reason"] or self._handling:
             return
-        limits, silent_s = self.limits, self._progress.job_silent_s(ranks)
+        limits, silent_s = self.limits, self.progress.job_silent_s(ranks)
         if limits.timeout_s is not None and time.monotonic() - self.job.started > limits.timeout_s:
             self._look(ranks, "timeout")
             self.job.stop("timeout")
@@ -225,6 +226,7 @@ class Watcher:
 
     def _mind_the_agents(self, ranks: Sequence[Rank]) -> None:
         now = time.monotonic()
+        self.job.end["lost"] = self.progress.lost()
         if any(rank.exitcode is None for rank in ranks):
             self._ranks_seen_at = now
         elif now - self._ranks_seen_at > ALONE_S:
@@ -244,15 +246,13 @@ class Watcher:
             return True
         held_by = [rank for rank in ranks if rank.rank in found.ranks or not found.ranks]
         living = [rank for rank in held_by if rank.exitcode is None and rank.pid]
-        if any(self._progress.at_the_disk(rank) for rank in living):
+        if any(self.progress.at_the_disk(rank) for rank in living):
             return True
-        busy = (max(self._progress.busy(rank), self._progress.children_busy(rank)) for rank in living)
+        busy = (max(self.progress.busy(rank), self.progress.children_busy(rank)) for rank in living)
         return any(share >= BUSY_FROM for share in busy)
 
     def _look(self, ranks: Sequence[Rank], why: str) -> Finding:
-        silent_s = {rank.rank: self._progress.silent_s(rank) for rank in ranks}
-        busy = {rank.rank: self._progress.busy(rank) for rank in ranks}
-        look(ranks, why, silent_s, busy)
+        self.progress.look(ranks, why)
         attempts = read_attempts(self.run.folder)
         keep_texts(self.run.folder, attempts[-1] if attempts else ())
         return who_holds_up_the_job(attempts[-1] if attempts else ())
