@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import free_port
 
 import ddpkit
 from ddpkit import JobFailed, LaunchError
@@ -198,6 +199,17 @@ def test_magic_runs_the_cell_and_binds_the_run(home: Path) -> None:
     assert space["mine"].ok, str(space["mine"])
     assert space["mine"].ranks[1].stdout == "found beside the notebook ['--lr', '0.1']\n"
     assert "A=b" in space["mine"].command
+
+
+@pytest.mark.job
+def test_the_magic_starts_all_agents_or_one_of_those_that_an_address_joins(home: Path) -> None:
+    space: dict[str, Any] = {}
+    cell = "import os\nprint(os.environ['GROUP_RANK'], os.environ['WORLD_SIZE'])\n"
+    magic.torchrun("--nnodes 2 --nproc-per-node 1 --as both --quiet --timeout 60", cell, space)
+    assert sorted(rank.stdout for rank in space["both"].ranks) == ["0 2\n", "1 2\n"]
+    address = f"--rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --rdzv-conf join_timeout=2"
+    magic.torchrun(f"--nnodes 2 {address} --nproc-per-node 1 --as alone --quiet --timeout 60", cell, space)
+    assert space["alone"].state == "failed" and "RendezvousTimeoutError" in space["alone"].torchrun_log
 
 
 @pytest.mark.job

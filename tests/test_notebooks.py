@@ -16,7 +16,7 @@ from ddpkit.course.lab import lab
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted([*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "solutions").glob("*.ipynb")])
 MOST_BYTES = 200 * 1024
-IN_COURSE = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11")
+IN_COURSE = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12")
 
 
 def shown(path: Path) -> str:

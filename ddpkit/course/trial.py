@@ -106,6 +106,8 @@ def _codes(run: Run) -> str:
 
 def _did(rows: Sequence[Row], nproc: int) -> str:
     """`rank 0 waits in all_reduce #10, line 17: loss.backward(); rank 1 computes, line 43: x.sum()`; like ranks together."""
+    if not rows:
+        return "no rank was started"
     by_words: dict[str, list[str]] = {}
     for row in rows:
         # Where a rank was when it lost its peer is chance.
