@@ -56,7 +56,7 @@ nbval: $(INSTALLED)
 
 labs: $(INSTALLED) test-hosted ## every lab with every remedy as a real job: some 500 jobs; and test-hosted
 	$(INSIDE) $(BIN)/pytest $(ABREAST) -m "not soak" tests/test_labs.py
-	$(INSIDE) $(BIN)/pytest -m labs tests/test_browser.py
+	$(INSIDE) $(BIN)/pytest -m labs tests/test_browser.py tests/test_browser_slurm.py
 
 soak: $(INSTALLED) ## hundreds of launches, every fault at random moments
 	@$(BIN)/python tools/install.py --requirements tests/libraries.txt
