@@ -56,7 +56,7 @@ nbval: $(INSTALLED)
 
 labs: $(INSTALLED) test-hosted ## every lab with every remedy, every walk and answer, as some 600 real jobs; and test-hosted
 	$(INSIDE) $(BIN)/pytest $(ABREAST) -m "not soak" tests/test_labs.py
-	$(INSIDE) $(BIN)/pytest $(ABREAST) -m labs tests/test_browser.py tests/test_exercises.py
+	$(INSIDE) $(BIN)/pytest $(ABREAST) -m labs tests/test_browser.py tests/test_browser_slurm.py tests/test_exercises.py
 
 soak: $(INSTALLED) ## hundreds of launches, every fault at random moments
 	@$(BIN)/python tools/install.py --requirements tests/libraries.txt

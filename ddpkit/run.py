@@ -125,7 +125,9 @@ class Run:
 
     @property
     def started(self) -> str:
-        """`started warm`, or `started cold: warm=False`."""
+        """`started warm`, or `started cold: warm=False`; on Slurm's hosts `Slurm job 12`."""
+        if number := self._spec.get("slurm"):
+            return f"Slurm job {number}"
         return f"started cold: {self.cold_because}" if self.cold_because else "started warm"
 
     @property

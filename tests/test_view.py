@@ -257,7 +257,7 @@ def test_a_view_that_asks_gets_a_picture_with_its_name(view: ListeningView) -> N
 
 def test_a_view_that_cannot_ask_is_told_unasked(view: ListeningView) -> None:
     view.begin(FakeRun(), lambda: None)  # type: ignore[arg-type]
-    view._start_ns -= int(1.5e9)
+    view._shown_at -= 1.5
     view.now(now())
     picture = wait_for(lambda: [m for m in view.messages if m["kind"] == "picture"])[0]
     assert picture["for"] == ""

@@ -40,6 +40,9 @@ class LaneSink(Sink):
         self._clock = threading.Thread(target=self._run_clock, name=f"ddpkit shows {run.name}", daemon=True)
         self._clock.start()
 
+    def count_from(self, began_ns: int) -> None:
+        self._start_ns = began_ns
+
     def lines(self, batch: Sequence[Line]) -> None:
         with self._lock:
             for line in batch:

@@ -42,8 +42,11 @@ class RankNow:
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """The job at this moment. `skipped` counts display lines per rank that were never passed on; `still` is what was
-    found when nothing moved, None while the job goes on."""
+    """The job at this moment; `state` is running, queued or stopping.
+
+    `skipped` counts display lines per rank that were never passed on; `still` is what was found when nothing moved, None
+    while the job goes on.
+    """
 
     state: str
     elapsed_s: float
@@ -58,6 +61,9 @@ class Sink:
 
     def begin(self, run: ShownRun, stop: Callable[[], None]) -> None:
         """The job starts; `stop` may be called from any thread and returns at once."""
+
+    def count_from(self, began_ns: int) -> None:
+        """The job began before `begin` was called: times count from then."""
 
     def lines(self, batch: Sequence[Line]) -> None:
         """New lines, in order within each rank and stream."""

@@ -49,6 +49,7 @@ class RunView(anywidget.AnyWidget, LaneSink):
         self._sent = 0
         self._asked: list[str] = []
         self._unasked = list(UNASKED_AT_S)
+        self._shown_at = 0.0
         self._stop: Callable[[], None] | None = None
         self._stopping = False
         super().__init__(**kwargs)
@@ -67,6 +68,7 @@ class RunView(anywidget.AnyWidget, LaneSink):
         self._stop = stop
         about = {"name": run.name, "nproc": run.world_size, "command": run.command}
         facts = f"{run.facts} · {run.started}"
+        self._shown_at = time.monotonic()
         self._keep("job", {**about, "facts": facts, "hears": self._hears_clicks})
         super().begin(run, stop)
 
@@ -102,8 +104,7 @@ class RunView(anywidget.AnyWidget, LaneSink):
         """Give late views what they missed; each view takes the first picture that is for it or for all."""
         with self._lock:
             asked, self._asked = self._asked, []
-            elapsed = (time.time_ns() - self._start_ns) / 1e9
-            while self._unasked and elapsed > self._unasked[0]:
+            while self._unasked and time.monotonic() - self._shown_at > self._unasked[0]:
                 asked = [*asked, ""]
                 self._unasked.pop(0)
             picture = self._picture() if asked else {}
@@ -125,7 +126,7 @@ class RunView(anywidget.AnyWidget, LaneSink):
             return {}
         return {
             "at": round(now.elapsed_s, 2),
-            "state": "stopping" if self._stopping and now.state == "running" else now.state,
+            "state": "stopping" if self._stopping else now.state,
             "note": now.note,
             "ranks": [
                 [r.rank, r.kind, r.words, whole(r.rss_mib), r.device, whole(r.device_mib), r.attempt, r.node]

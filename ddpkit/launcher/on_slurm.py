@@ -171,8 +171,11 @@ def attach(folder: Path, show: bool | str | Sink | None = None) -> Run:
     if not spec.get("slurm") or (folder / wire.END).exists():
         return Run(folder)
     job = SlurmJob(folder, spec["slurm"], spec["world_size"] // spec["nproc"])
+    # Time counts from the submission, as it did for the process that launched the job.
+    job.started -= (time.time_ns() - spec["started_ns"]) / 1e9
     run, sink = Run(folder, job), notebook.sink_for(show)
     sink.begin(run, lambda: job.stop("stopped"))
+    sink.count_from(spec["started_ns"])
     notebook.show_live(sink)
     limits = Limits(spec.get("timeout_s"), spec.get("stall_s"), False)
     Watcher(run, job, sink, limits, FarProgress(folder)).start()

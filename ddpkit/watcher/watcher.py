@@ -135,7 +135,7 @@ class Watcher:
         self.sink.now(Now(self._state(), elapsed, self._states(ranks), self._tails.skipped, self._note(), self._still))
 
     def _state(self) -> str:
-        return "stopping" if self.job.end["reason"] else "running"
+        return "stopping" if self.job.end["reason"] else "queued" if self.job.waits else "running"
 
     def _note(self) -> str:
         if self._handling:
@@ -183,6 +183,8 @@ class Watcher:
             if grace := self._handling.get(rank.rank):
                 left_s = max(0.0, (grace["until_ns"] - time.time_ns()) / 1e9)
                 return "ending", f"handles SIGTERM, {left_s:.0f} s left"
+            if rank.node in self.job.end.get("lost", ()):
+                return "silent", "no sign of life"
             silent_s = self.progress.silent_s(rank)
             if self.limits.stall_s is not None and silent_s > self.limits.stall_s:
                 return "silent", f"silent for {silent_s:.0f} s"

@@ -57,6 +57,8 @@ class Evidence {
     for (const row of drawn) row.open = open.has(row.dataset.rank);
     const timed = rows.some((row) => row.silent != null);
     this.table.dataset.timed = String(timed);
+    // With a host's name a rank's is longer; each row is a grid of its own, so all get the width of the longest.
+    this.table.style.setProperty("--ddp-name", `clamp(52px, ${8 * Math.max(...rows.map((row) => row.name.length))}px, 160px)`);
     const heads = ["rank", "state", "where", "collective", ...(timed ? [at === undefined ? "for" : "since", "CPU"] : [])];
     const head = make("div", "ddp-cells ddp-ranks-head", make("span"), ...heads.map((word) => make("span", "", word)));
     head.setAttribute("aria-hidden", "true");
@@ -66,7 +68,7 @@ class Evidence {
   // One rank: a line of cells that opens upon its stack.
   row(row, at, all) {
     const state = make("span", "ddp-state-cell", row.state);
-    if (row.tone === "fault" && !all) state.append(make("strong", "", at === undefined ? "at fault" : "holds up the rest"));
+    if (row.tone === "fault" && !all && row.state !== GONE) state.append(make("strong", "", at === undefined ? "at fault" : "holds up the rest"));
     const joined = row.collective && (row.waits ? `in ${row.collective}` : `last: ${row.collective}`);
     const cells = [make("b", "", row.name), state, make("code", "ddp-where", row.where), make("span", row.waits ? "ddp-in" : "ddp-last", joined)];
     if (row.silent != null) cells.push(this.since(row.silent, at), make("span", "ddp-number", `${Math.round(100 * (row.busy ?? 0))} %`));

@@ -9,12 +9,14 @@ const MOST_SAMPLES = 240;
 const SILENCE_S = 5;
 const UNHEARD_MS = 2500;
 const CONSEQUENCE = ": a consequence";
+// Nothing that the rank itself did.
+const GONE = "gone with its host";
 const ERROR_LINE = /Traceback|\b\w*(Error|Exception)\b|terminate called|Fatal Python error/;
 // A row of a table or box, which means nothing when it is wrapped: two of the lines and corners that separate cells (not a
 // progress bar's plain strokes), bars at both ends, more bars than a log's prefix has, or a rule.
 const TABLE = /([\u2502\u2503\u2506\u2507\u250a-\u254b\u254e\u254f\u2551-\u2570].*){2}|^\s*[|+].*[|+]\s*$|( \| .*){3}|^\s*[-=+_\u2500\u2501\u2550 ]{20,}$/;
 const STATES = {
-  starting: "starting", running: "running", stopping: "stopping", passed: "passed", failed: "failed",
+  starting: "starting", queued: "in the queue", running: "running", stopping: "stopping", passed: "passed", failed: "failed",
   hung: "hung", timed_out: "timed out", stopped: "stopped",
 };
 
@@ -35,7 +37,7 @@ class View {
     this.lanes = new Map();
     this.lastBatch = 0;
     this.complete = false;
-    this.heardAt = performance.now();
+    this.heardAt = this.atWas = performance.now();
     this.at = 0;
     this.build();
   }
@@ -146,6 +148,7 @@ class View {
     for (const [rank, rows] of lanes) this.lane(rank).queue(rows);
     if (ranks) {
       this.at = at;
+      this.atWas = performance.now();
       this.showState({ state, note });
       for (const now of ranks) this.showRank(now, sampled);
       this.arrange();
@@ -181,9 +184,9 @@ class View {
   }
 
   tick() {
-    const quiet = (performance.now() - this.heardAt) / 1000;
+    const [quiet, passed] = [this.heardAt, this.atWas].map((then) => (performance.now() - then) / 1000);
     // Between two messages the clock runs on by itself, but not for long: a dead kernel must not look alive.
-    const at = this.at + Math.min(quiet, SILENCE_S);
+    const at = this.at + Math.min(passed, SILENCE_S);
     this.elapsed.textContent = this.at ? duration(at) : "";
     this.evidence.tick(at);
     if (this.at && quiet > SILENCE_S) this.note.textContent = `no word from the kernel for ${Math.floor(quiet)} s`;
@@ -551,7 +554,7 @@ class Lane {
     const kinds = { culprit: "failed", own: "failed", failed: "failed", passed: "passed" };
     this.showState(suffered ? "consequence" : kinds[role] ?? "ended", words.replace(CONSEQUENCE, ""));
     const fault = alike ? "every rank alike" : "at fault";
-    this.fault.textContent = suffered ? "a consequence" : role === "culprit" ? fault : "";
+    this.fault.textContent = suffered ? "a consequence" : role === "culprit" && words !== GONE ? fault : "";
     if (peak != null) this.host.say(`peak ${count(peak)} MiB`);
     if (role === "culprit") this.mark(type, message, line);
     if (suffered) this.fold(type, message, words);
