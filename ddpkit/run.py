@@ -126,9 +126,8 @@ class Run:
     @property
     def started(self) -> str:
         """`started warm`, or `started cold: warm=False`; on Slurm's hosts `Slurm job 12`."""
-        if number := self._spec.get("slurm"):
-            return f"Slurm job {number}"
-        return f"started cold: {self.cold_because}" if self.cold_because else "started warm"
+        local = f"started cold: {self.cold_because}" if self.cold_because else "started warm"
+        return f"Slurm job {self._spec['slurm']}" if "slurm" in self._spec else local
 
     @property
     def attempts(self) -> tuple[tuple[Rank, ...], ...]:

@@ -17,8 +17,8 @@ MOST_LINES, MOST_FILES = 300, 14
 # kernel, the time of a line and what a silent rank does (220), whole statements and the names of files and parameters (210),
 # remedies that find a call in the reader's own script (340), the time of a rank that saves when it is told to end (190), logs of
 # unknown launchers and several launches (250), the list of failures by family (10), which GPUs are close (70), several agents
-# and Slurm (1,130). The verdict: 2,000 lines, and a host that is gone (10). The tests: 15,000, and a real Slurm (1,000).
-MOST_LINES_OF_PACKAGE, MOST_LINES_OF_VERDICT, MOST_LINES_OF_TESTS = 23_900, 2_010, 16_000
+# and Slurm (1,180). The verdict: 2,000 lines, and a host that is gone (10). The tests: 15,000, and a real Slurm (1,000).
+MOST_LINES_OF_PACKAGE, MOST_LINES_OF_VERDICT, MOST_LINES_OF_TESTS = 23_950, 2_010, 16_000
 
 # Arrows go only downward: a folder, or a file at the top, may import those named here, lazily or not.
 MAY_IMPORT = {

@@ -10,7 +10,7 @@ const SILENCE_S = 5;
 const UNHEARD_MS = 2500;
 const CONSEQUENCE = ": a consequence";
 // Nothing that the rank itself did.
-const GONE = "gone with its host";
+const GONE = "was lost with its host";
 const ERROR_LINE = /Traceback|\b\w*(Error|Exception)\b|terminate called|Fatal Python error/;
 // A row of a table or box, which means nothing when it is wrapped: two of the lines and corners that separate cells (not a
 // progress bar's plain strokes), bars at both ends, more bars than a log's prefix has, or a rule.
