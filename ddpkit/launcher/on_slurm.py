@@ -157,7 +157,7 @@ def start_on_slurm(
     )
     text = batch_file(slurm, spec["name"], beside, str(folder / LOG), before=f"{check}\n{begin}")
     (folder / BATCH_FILE).write_text(text)
-    (folder / PLAIN_FILE).write_text(batch_file(slurm, spec["name"], torchrun, "%x-%j.out", before=begin))
+    (folder / PLAIN_FILE).write_text(batch_file(slurm, spec["name"], torchrun, "%x-%j.out", spec["env"], begin))
     try:
         return SlurmJob(folder, submit(folder / BATCH_FILE, env), slurm.nodes)
     except LaunchError:
