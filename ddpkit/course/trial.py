@@ -106,8 +106,6 @@ def _codes(run: Run) -> str:
 
 def _did(rows: Sequence[Row], nproc: int) -> str:
     """`rank 0 waits in all_reduce #10, line 17: loss.backward(); rank 1 computes, line 43: x.sum()`; like ranks together."""
-    if not rows:
-        return "no rank was started"
     by_words: dict[str, list[str]] = {}
     for row in rows:
         # Where a rank was when it lost its peer is chance.
@@ -115,7 +113,8 @@ def _did(rows: Sequence[Row], nproc: int) -> str:
         by_words.setdefault(", ".join(filter(None, (row.words, where))), []).append(str(row.rank))
     if nproc > 1 and [len(ranks) for ranks in by_words.values()] == [nproc]:
         return f"every rank {next(iter(by_words))}"
-    return "; ".join(f"rank {', '.join(r)}{':' if r[1:] else ''} {words}" for words, r in by_words.items())
+    said = [f"rank {', '.join(r)}{':' if r[1:] else ''} {words}" for words, r in by_words.items()]
+    return "; ".join(said) or "no rank was started"
 
 
 @dataclass(frozen=True, repr=False)
