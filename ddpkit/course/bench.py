@@ -240,7 +240,8 @@ def given_to(run: Run) -> dict[str, Any]:
 def _in_words(options: Mapping[str, Any]) -> str:
     """`3 ranks · MY=1 · args --no-aux · timeout 60`: what was asked for, without what was left as it is by default."""
     agents = options.get("nnodes", 1)
-    said = [f"{options['nproc']} ranks" + (f" for each of {agents} agents" if agents != 1 else "")]
+    each = f" for each of {agents} agents" if agents != 1 else ""
+    said = [f"{options['nproc']} rank{'s' * (options['nproc'] != 1)}{each}"]
     for name, value in options.items():
         # The default of `warm` is True; all others are false.
         if name in ("nproc", "nnodes", "path_folder", "expect_replicas") or bool(value) == (name == "warm"):

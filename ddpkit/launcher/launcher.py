@@ -183,7 +183,8 @@ def refuse_inside_a_rank() -> None:
 
 def _torchrun(target: Sequence[str], options: Options, run_id: str) -> list[str]:
     """The plain torchrun command line; ddpkit sets logs and its recorder through environment variables."""
-    own_rendezvous = any(o.startswith(("--rdzv", "--master", "--nnodes", "--node-rank")) for o in options.torchrun)
+    replacing = [o for o in options.torchrun if not (len(options.nodes) > 1 and o.startswith("--rdzv-conf"))]
+    own_rendezvous = any(o.startswith(("--rdzv", "--master", "--nnodes", "--node-rank")) for o in replacing)
     # As with the command `torchrun`, no file of the current folder gets in the way of one that torchrun imports.
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]
     if options.slurm:
