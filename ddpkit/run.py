@@ -126,8 +126,8 @@ class Run:
     @property
     def started(self) -> str:
         """`started warm`, or `started cold: warm=False`; on Slurm's hosts `Slurm job 12`."""
-        local = f"started cold: {self.cold_because}" if self.cold_because else "started warm"
-        return f"Slurm job {self._spec['slurm']}" if "slurm" in self._spec else local
+        slurm, cold = self._spec.get("slurm"), self.cold_because
+        return f"Slurm job {slurm}" if slurm else f"started cold: {cold}" if cold else "started warm"
 
     @property
     def attempts(self) -> tuple[tuple[Rank, ...], ...]:

@@ -14,14 +14,14 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ddpkit.processes.agent import KEEPER
 from ddpkit.runfolder import wire
-from ddpkit.runfolder.ranks import Rank, read_attempts
 
-from .progress import Progress
+if TYPE_CHECKING:
+    from ddpkit.runfolder.ranks import Rank
 
+KEEPER = Path(__file__).parents[1] / "processes" / wire.KEEPER_FILE
 EVERY_S = 0.25
 # To ask a rank's children what they use costs more than all else: only after so long without progress.
 QUIET_S = 2.0
@@ -34,18 +34,21 @@ class Beside:
         self.folder, self.node = folder, node
         self.own = wire.node_folder(folder, node)
         self.own.mkdir(parents=True, exist_ok=True)
-        self.progress = Progress()
-        self.beats = 0
+        self.beats = 1
         self.looked = 0
 
     def run(self, command: Sequence[str]) -> int:
         """Start the agent `command` under a keeper, watch its ranks; returns the keeper's exit code."""
-        self._beat([])
+        wire.write_record(self.own / wire.PULSE, {"beats": self.beats, "ranks": {}})
         # The mark by which the keeper finds what it has to end: this process does not have it.
         env = {**os.environ, wire.ENV_NODE: self.node, "PET_LOG_DIR": str(self.own / wire.LOGS)}
         keeping = [sys.executable, "-I", "-S", str(KEEPER), "agent", str(os.getpid()), *command]
         with open(self.own / wire.AGENT_LOG, "wb") as log:
             keeper = subprocess.Popen(keeping, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        # The agent does not wait for this import.
+        from .progress import Progress
+
+        self.progress = Progress()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return keeper.wait(EVERY_S)
@@ -54,6 +57,8 @@ class Beside:
                 self._follow()
 
     def _follow(self) -> None:
+        from ddpkit.runfolder.ranks import read_attempts
+
         attempts = read_attempts(self.folder)
         ranks = [rank for rank in (attempts[-1] if attempts else ()) if rank.node == self.node]
         self.progress.update(ranks)
