@@ -33,6 +33,8 @@ EVERY_S = 0.1
 WAITING_S, RUNNING_S = 1.0, 5.0
 # How long records may take to appear here after Slurm says that the job has ended, or the other way round.
 SETTLES_S = 10.0
+# A host that is silent may come back, from a slow disk, say. So long after it was called lost, the job goes on without it.
+STAYS_LOST_S = 5.0
 # Written by the batch file before any agent starts.
 _CHECK = """\
 lacking=$({srun} bash -c 'test -e {job} || echo "$SLURMD_NODENAME"')
@@ -79,14 +81,16 @@ class SlurmJob(Job):
             self._over.set()
 
     def _wait_for_the_end(self) -> None:
-        next_ask, ended_at = 0.0, None
+        next_ask, ended_at, lost_at = 0.0, None, 0.0
         while True:
             now = time.monotonic()
             if now >= next_ask:
                 self._queue = state_of(self.number)
                 next_ask = now + (WAITING_S if self._queue.waiting or ended_at or self._told_to_end else RUNNING_S)
-            lost = self.end.get("lost", [])
-            ended = [own for own in self._hosts() if own.name in lost or (own / wire.AGENT_RECORD).exists()]
+            if not self.end.get("lost"):
+                lost_at = now
+            gone = self.end["lost"] if now - lost_at > STAYS_LOST_S else []
+            ended = [own for own in self._hosts() if own.name in gone or (own / wire.AGENT_RECORD).exists()]
             if len(ended) >= self.nodes or self._queue.ended:
                 ended_at = ended_at or now
                 if self._is_known_how(ended) or now - ended_at > SETTLES_S:

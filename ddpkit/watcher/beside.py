@@ -95,9 +95,10 @@ class Beside:
 
 
 def main() -> None:
-    """The program of one host; Slurm's SIGTERM reaches the keeper by itself."""
+    """The program of one host; Slurm's SIGTERM reaches the keeper by itself, and this goes on until the keeper has ended."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+        # Not SIG_IGN, which the keeper and torchrun would inherit.
+        signal.signal(number, lambda *_: None)
     folder = Path(sys.argv[1])
     beside = Beside(folder, os.environ["SLURMD_NODENAME"])
     sys.exit(beside.run(sys.argv[2:]) & 0xFF)

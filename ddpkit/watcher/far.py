@@ -12,7 +12,7 @@ from ddpkit.runfolder.ranks import Rank
 
 from .progress import Memory, Progress
 
-# Several times longer than a beat takes, and than NFS keeps what it knows of a file that changes (3 s).
+# Longer than NFS may show the old state of a file that changes (3 s).
 LOST_AFTER_S = 5.0
 LOOK_WITHIN_S = 12.0
 
