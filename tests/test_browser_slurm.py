@@ -39,7 +39,6 @@ def machines() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def server(machines: Cluster, tmp_path_factory: pytest.TempPathFactory, shots: Path) -> Iterator[Lab]:
-    """A JupyterLab whose kernels find the cluster."""
     started = Lab(tmp_path_factory.mktemp("lab"), shots)
     yield started
     started.close()
@@ -55,7 +54,6 @@ def queue(machines: Cluster, lab: Lab) -> Iterator[Cluster]:
 
 
 def launch(lab: Lab, page: Any, name: str, *cells: str) -> None:
-    """Open a notebook of these cells and run the first two, which launch a job."""
     lab.write(f"{name}.ipynb", list(cells))
     lab.open(page, f"{name}.ipynb")
     run_cell(page, 0)
@@ -63,7 +61,6 @@ def launch(lab: Lab, page: Any, name: str, *cells: str) -> None:
 
 
 def until_at_work(page: Any) -> None:
-    """Return when the lane of each rank has a line of a late step."""
     for rank in range(4):
         wait_for_text(page, lane(page, rank), f"rank {rank} at step 10")
 
@@ -107,7 +104,6 @@ def test_a_standstill_names_hosts(queue: Cluster, lab: Lab, page: Any, shots: Pa
     assert all(re.match(r"rank \d on n[12]\s", text.strip()) for text in rows.all_inner_texts()), rows.all_inner_texts()
     name, state = (rows.nth(1).locator(f".ddp-cells > {each}").bounding_box() for each in ("b", ".ddp-state-cell"))
     assert name["x"] + name["width"] <= state["x"], "a rank's name and its state overlap"
-    page.locator(".ddpkit .ddp-evidence").scroll_into_view_if_needed()
     shoot_all(page, shots, "slurm-standstill")
     page.get_by_role("button", name="Stop").click()
     wait_for_text(page, page.locator(".jp-OutputArea-output"), "state: stopped")
@@ -151,5 +147,3 @@ def test_a_kernel_that_restarts_shows_its_job_again(queue: Cluster, lab: Lab, pa
     shoot_all(page, shots, "slurm-attached")
     run_cell(page, 3)
     wait_for_text(page, shown, "stopped")
-    shown.scroll_into_view_if_needed()
-    page.screenshot(path=shots / "slurm-attached-stopped.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -50,6 +51,8 @@ class SlurmJob(Job):
         self._queue = QueueState("PENDING")
         self._told_to_end = False
         self._over = threading.Event()
+        # The one end becomes readable when the other is closed.
+        self._exit_fd, self._open_till_over = os.pipe()
         threading.Thread(target=self._follow, name=f"ddpkit asks Slurm about job {number}", daemon=True).start()
 
     @property
@@ -60,6 +63,9 @@ class SlurmJob(Job):
     @property
     def running(self) -> bool:
         return not self._over.is_set()
+
+    def exit_fds(self) -> list[int]:
+        return [self._exit_fd]
 
     @property
     def waits(self) -> str:
@@ -79,6 +85,7 @@ class SlurmJob(Job):
             self._wait_for_the_end()
         finally:
             self._over.set()
+            os.close(self._open_till_over)
 
     def _wait_for_the_end(self) -> None:
         next_ask, ended_at, lost_at = 0.0, None, 0.0
