@@ -14,6 +14,7 @@ from ddpkit.diagnosis.pages import pages
 from ddpkit.diagnosis.run import Diagnosis, diagnose
 from ddpkit.runfolder import wire
 from ddpkit.runfolder.ranks import Rank, read_attempts
+from ddpkit.runfolder.stable import stable
 from ddpkit.verdict.finding import Culprit, Verdict
 
 
@@ -889,3 +890,10 @@ def test_torchs_own_log_lines_are_quoted_without_time_and_port(tmp_path: Path) -
         texts.add(str(diagnosed(tmp_path / str(port), Said(stderr=log))))
     assert len(texts) == 1
     assert "[W TCPStore.cpp:340] [c10d] TCP client failed to connect/validate to host localhost:PORT" in texts.pop()
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"), [("[6.0.0.0]", "[none]"), ("[none]", "[none]"), ("[10.0.0.2]:512", "[10.0.0.2]:PORT")]
+)
+def test_an_address_that_gloo_makes_up_is_left_out(raw: str, said: str) -> None:
+    assert stable(f"pair.h:311] Connect timeout {raw}") == f"pair.h:311] Connect timeout {said}"
