@@ -10,7 +10,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
-HEADER = "# Exact versions that the stored outputs were made with. Regenerate with `make constraints`; do not edit.\n"
+HEADER = (
+    "# Exact versions that the stored outputs were made with. Regenerate with `make constraints`, by the oldest Python that\n"
+    "# has to install them (Debian 12 has 3.11.2, and some packages need a newer 3.11); do not edit.\n"
+)
 
 
 def main() -> None:
