@@ -120,7 +120,7 @@ def test_a_host_that_dies_is_told_in_the_page(queue: Cluster, lab: Lab, page: An
         assert time.monotonic() - died < 10
         assert shown.locator(".ddp-lane-head").filter(has_text="on n2").filter(has_text="no sign of life").count() == 2
         page.screenshot(path=shots / "slurm-host-died-note.png")
-        wait_for_text(page, shown, "Host n2 gave no sign of life any more")
+        wait_for_text(page, shown, "Host n2 is gone, and its agent left no record")
         assert "at fault" not in shown.inner_text(), "a rank is not at fault that goes with its host"
         run_cell(page, 2)
         shown.get_by_text("Where each rank was").click()
