@@ -12,7 +12,7 @@ from .diagnosis.pages import explain as look_up
 from .errors import LaunchError, LogError
 from .launcher.launcher import launch
 from .launcher.options import EXIT_CODES
-from .launcher.script_command import script
+from .launcher.script_command import path_or_module, script
 from .launcher.smoke_command import smoke
 from .launcher.train_command import CONTEXT, train
 from .processes.running_jobs import NoSuchJob
@@ -48,10 +48,8 @@ def run(
 
     Exit code: 0 passed, 1 failed, 124 timed out or hung, 130 stopped, 2 not started.
     """
-    if not module and "." in target and not target.endswith(".py") and "/" not in target:
-        target = f"./{target}"
     ended = launch(
-        target,
+        path_or_module(target, module),
         args=args or (),
         nproc=nproc,
         nnodes=nnodes,

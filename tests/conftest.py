@@ -37,6 +37,20 @@ if dist.get_rank() == 0:
 time.sleep(1000)
 """
 
+# Each rank makes some steps; one of them then fails.
+STEPS = """
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(int(sys.argv[1])):
+    dist.all_reduce(torch.ones(1))
+    print("step", step, flush=True)
+    time.sleep(0.1)
+if dist.get_rank() == int(sys.argv[2]):
+    raise ValueError("no more data")
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+
 
 def wait_for(said: Callable[[], Any], seconds: float = 5.0) -> Any:
     """What `said` returns, as soon as that is true; fails when it has not become so within `seconds`."""

@@ -102,6 +102,12 @@ class Cluster:
         """The jobs that have not ended: id, state, reason and nodes."""
         return self.said("squeue", "-h", "-o", "%i %T %r %N")
 
+    def wait_until_empty(self) -> None:
+        """Return when the queue is empty, and no process of a job is left on any node."""
+        wait_for(lambda: not self.queue(), PATIENCE_S)
+        for name in self.nodes:
+            wait_for(lambda name=name: not self.processes_of(name), PATIENCE_S)
+
     def wait(self, true: Callable[[], object]) -> None:
         """Return when `true()` is; fail with what the daemons said if it takes too long."""
         try:
@@ -143,6 +149,13 @@ def cluster() -> Iterator[Cluster]:
         made = Cluster(home, {name: free_port() for name in ("control", "n1", "n2")})
         stack.callback(_end, made)
         _begin(made)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Cluster]:
+    """The cluster of a module's tests."""
+    with cluster() as made:
         yield made
 
 

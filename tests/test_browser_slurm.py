@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import wait_for
-from slurm_cluster import Cluster, cluster
+from slurm_cluster import Cluster, machines
 from test_browser import Lab, browser, lab, lane, page, run_cell, shoot_all, shots, wait_for_text
 
-__all__ = ["browser", "lab", "page", "shots"]
+__all__ = ["browser", "lab", "machines", "page", "shots"]
 pytestmark = [pytest.mark.labs, pytest.mark.timeout(600), pytest.mark.xdist_group("browser")]
 TRAIN = """
 import ddpkit
@@ -32,12 +31,6 @@ LAUNCH = (
 
 
 @pytest.fixture(scope="module")
-def machines() -> Iterator[Cluster]:
-    with cluster() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def server(machines: Cluster, tmp_path_factory: pytest.TempPathFactory, shots: Path) -> Iterator[Lab]:
     started = Lab(tmp_path_factory.mktemp("lab"), shots)
     yield started
@@ -48,9 +41,7 @@ def server(machines: Cluster, tmp_path_factory: pytest.TempPathFactory, shots: P
 def queue(machines: Cluster, lab: Lab) -> Iterator[Cluster]:
     """The cluster; afterwards no job and no process of one is left on any host."""
     yield machines
-    wait_for(lambda: not machines.queue(), 60)
-    for name in machines.nodes:
-        wait_for(lambda name=name: not machines.processes_of(name), 60)
+    machines.wait_until_empty()
 
 
 def launch(lab: Lab, page: Any, name: str, *cells: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import wait_for
+from conftest import STEPS, wait_for
 
 import ddpkit
 from ddpkit.launcher import options
@@ -19,19 +19,6 @@ from ddpkit.machine import devices
 from ddpkit.runfolder import wire
 
 pytestmark = pytest.mark.job
-
-STEPS = """
-import sys, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-for step in range(int(sys.argv[1])):
-    dist.all_reduce(torch.ones(1))
-    print("step", step, flush=True)
-    time.sleep(0.05)
-if dist.get_rank() == int(sys.argv[2]):
-    raise ValueError("no more data")
-dist.all_reduce(torch.ones(1))
-dist.destroy_process_group()
-"""
 
 
 @pytest.fixture

@@ -11,30 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import wait_for
-from slurm_cluster import Cluster, cluster
+from conftest import STEPS, wait_for
+from slurm_cluster import Cluster, machines
 
 import ddpkit
 from ddpkit.display.sink import Now, Sink
 from ddpkit.launcher.slurm_queue import cancel, state_of
 from ddpkit.runfolder import wire
 
+__all__ = ["machines"]
 pytestmark = pytest.mark.job
 SOON = 60.0
 TWO = ddpkit.SlurmOptions(nodes=2)
 
-STEPS = """
-import sys, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-for step in range(int(sys.argv[1])):
-    dist.all_reduce(torch.ones(1))
-    print("step", step, flush=True)
-    time.sleep(0.1)
-if dist.get_rank() == int(sys.argv[2]):
-    raise ValueError("no more data")
-dist.all_reduce(torch.ones(1))
-dist.destroy_process_group()
-"""
 LEAVES = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -44,12 +33,6 @@ dist.all_reduce(torch.ones(1))
 """
 
 
-@pytest.fixture(scope="module")
-def machines() -> Iterator[Cluster]:
-    with cluster() as made:
-        yield made
-
-
 @pytest.fixture
 def queue(machines: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """The cluster; afterwards the queue is empty, and no process of a job is left on any host."""
@@ -57,9 +40,7 @@ def queue(machines: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     Path("steps.py").write_text(STEPS)
     Path("leaves.py").write_text(LEAVES)
     yield machines
-    wait_for(lambda: not machines.queue(), SOON)
-    for name in machines.nodes:
-        wait_for(lambda name=name: not machines.processes_of(name), SOON)
+    machines.wait_until_empty()
 
 
 class Heard(Sink):
@@ -92,6 +73,13 @@ def test_a_run_like_any_other_told_with_its_hosts(queue: Cluster) -> None:
     assert all(rank.stdout.count("step") == 3 for rank in run.ranks)
     assert run.facts == "2 ranks · 2 hosts of Slurm · gloo on CPU" and run.cold_because == "it runs on Slurm's hosts"
     assert str(ddpkit.Run.from_folder(run.folder)) == str(run)
+
+
+def test_a_host_does_not_wait_for_one_that_has_failed(queue: Cluster) -> None:
+    """The first host hosts the rendezvous; torchrun's own exit barrier would keep it waiting for 300 s."""
+    Path("alone.py").write_text("import os\nif os.environ['DDPKIT_NODE'] == 'n2':\n    raise SystemExit(3)\n")
+    run = ddpkit.launch("alone.py", slurm=TWO, nproc=1, show=False, timeout=150)
+    assert run.state == "failed" and {rank.node: rank.exitcode for rank in run.ranks} == {"n1": 0, "n2": 3}, run
 
 
 def test_each_host_looks_at_its_own_ranks(queue: Cluster) -> None:

@@ -116,9 +116,8 @@ def rows(
     at, found = scene(shown).at if revealed else {}, []
     for rank in shown:
         row = _row(rank, at.get(rank.rank), rank.rank in at_fault and revealed, revealed, steady)
-        row = replace(row, node=rank.node)
-        whom = (waits or {}).get(rank.rank, ()) if revealed else ()
-        found.append(replace(row, whom=whom) if row.waits or row.tone == "waiting" else row)
+        waited_for = (waits or {}).get(rank.rank, ()) if revealed and (row.waits or row.tone == "waiting") else ()
+        found.append(replace(row, node=rank.node, whom=waited_for))
     return tuple(found)
 
 

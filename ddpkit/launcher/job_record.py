@@ -43,6 +43,7 @@ def described(
         "path_folder": target.path_folder or os.path.dirname(target.command[0]),
         "timeout_s": options.timeout_s,
         "stall_s": options.stall_s,
+        "stop_on_stall": options.stop_on_stall,
         "expect_replicas": options.expect_replicas,
         "notes": [*target.notes, *filter(None, [shared.note])],
         "script": next(iter(target.files), ""),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import inspect
 import os
@@ -26,7 +25,7 @@ from ddpkit.watcher.watcher import Limits, Watcher
 
 from .job_record import described
 from .on_slurm import start_on_slurm
-from .options import Options, checked_options, decided_backend, free_port, gpus_of_each_agent, sharing
+from .options import Options, checked_options, decided_backend, free_port, gpus_of_each_agent, sharing, value_of
 from .slurm import SlurmOptions
 from .target import Target, resolve
 
@@ -215,9 +214,7 @@ def _torchrun_settings(folder: Path, shutdown_timeout: str) -> dict[str, str]:
 
 def _shutdown_timeout(options: Options, env: Mapping[str, str]) -> str:
     """The value of torchrun's option --shutdown-timeout, which the ranks' keepers have to know; "" if it is not given."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--shutdown-timeout", "--shutdown_timeout", default=env.get("PET_SHUTDOWN_TIMEOUT", ""))
-    return str(parser.parse_known_args(list(options.torchrun))[0].shutdown_timeout)
+    return value_of(options.torchrun, "shutdown-timeout", env.get("PET_SHUTDOWN_TIMEOUT", ""))
 
 
 def _base_environment() -> dict[str, str]:

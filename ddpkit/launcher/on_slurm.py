@@ -27,7 +27,7 @@ from .slurm_queue import QueueState, cancel, state_of, submit
 WHY_COLD = "it runs on Slurm's hosts"
 BATCH_FILE, PLAIN_FILE, LOG = "job.sbatch", "plain.sbatch", "slurm.log"
 PACKAGE_PARENT = str(Path(__file__).parents[2])
-# As `-m ddpkit.watcher.beside`, wherever ddpkit was imported from here.
+# Not `-m ddpkit...`: ddpkit may have been imported from a folder that Python does not search there.
 BESIDE = f"import sys; sys.path.append({PACKAGE_PARENT!r}); from ddpkit.watcher.beside import main; main()"
 EVERY_S = 0.1
 # How often Slurm is asked: its controller serves everybody.
@@ -38,7 +38,7 @@ SETTLES_S = 10.0
 STAYS_LOST_S = 5.0
 # Written by the batch file before any agent starts.
 _CHECK = """\
-lacking=$({srun} bash -c 'test -e {job} || echo "$SLURMD_NODENAME"')
+lacking=$(srun --kill-on-bad-exit=0 bash -c 'test -e {job} || echo "$SLURMD_NODENAME"')
 if [ "$lacking" ]; then echo "$lacking" > {not_shared}; exit 66; fi"""
 
 
@@ -76,6 +76,9 @@ class SlurmJob(Job):
             self.end["by"] = f"The job was cancelled after its timeout: it {self._queue.words}."
         self._told_to_end = True
         cancel(self.number)
+
+    def _exitcodes(self) -> dict[str, int | None]:
+        return {own.name: (wire.read_record(own / wire.AGENT_RECORD) or {}).get("exitcode") for own in self._hosts()}
 
     def _exitcode(self) -> int:
         return self._queue.exit_code or int(self._queue.state != "COMPLETED")
@@ -162,7 +165,6 @@ def start_on_slurm(
     beside = [sys.executable, "-P", "-c", BESIDE, str(folder), *torchrun]
     begin = f"cd {shlex.quote(spec['cwd'])}"
     check = _CHECK.format(
-        srun="srun --kill-on-bad-exit=0",
         job=shlex.quote(str(folder / wire.JOB)),
         not_shared=shlex.quote(str(folder / wire.NOT_SHARED)),
     )
@@ -188,6 +190,6 @@ def attach(folder: Path, show: bool | str | Sink | None = None) -> Run:
     sink.begin(run, lambda: job.stop("stopped"))
     sink.count_from(spec["started_ns"])
     notebook.show_live(sink)
-    limits = Limits(spec.get("timeout_s"), spec.get("stall_s"), False)
+    limits = Limits(spec.get("timeout_s"), spec.get("stall_s"), spec.get("stop_on_stall", False))
     Watcher(run, job, sink, limits, FarProgress(folder)).start()
     return run

@@ -130,10 +130,8 @@ def _check_slurm(nproc: Any, nnodes: Any, torchrun: Sequence[str], slurm: Any, *
         raise LaunchError(f"launch: nnodes={nnodes!r} asked for with slurm=; use SlurmOptions(nodes={nnodes!r}).")
     if others.get("share_gpu"):
         raise LaunchError("launch: share_gpu=True asked for with slurm=; it is for several ranks on this machine.")
-    for option in torchrun:
-        if option.startswith(("--standalone", "--nnodes", "--node-rank", "--rdzv", "--master")):
-            name = option.partition("=")[0]
-            raise LaunchError(f"launch: torchrun's {name} asked for with slurm=, which sets it; leave it out.")
+    if name := first_of(torchrun, "--standalone", "--nnodes", "--node-rank", "--rdzv", "--master"):
+        raise LaunchError(f"launch: torchrun's {name} asked for with slurm=, which sets it; leave it out.")
     refuse_impossible(slurm)
 
 
@@ -144,13 +142,9 @@ def _check_nodes(nnodes: Any, torchrun: Sequence[str]) -> None:
         raise LaunchError(f'launch: nnodes={nnodes!r} is not a number of agents; give 1 or more, or "1:2".')
     if str(nnodes) == "1":
         return
-    for option in torchrun:
-        if option.startswith(("--standalone", "--nnodes")):
-            name = option.partition("=")[0]
-            raise LaunchError(f"launch: nnodes={nnodes!r} and torchrun's {name} asked for; leave {name} out.")
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--rdzv-endpoint", "--rdzv_endpoint", default="")
-    endpoint = parser.parse_known_args(list(torchrun))[0].rdzv_endpoint
+    if name := first_of(torchrun, "--standalone", "--nnodes"):
+        raise LaunchError(f"launch: nnodes={nnodes!r} and torchrun's {name} asked for; leave {name} out.")
+    endpoint = value_of(torchrun, "rdzv-endpoint")
     host = endpoint.rpartition(":")[0] or endpoint
     try:
         socket.getaddrinfo(host or "localhost", None)
@@ -159,6 +153,18 @@ def _check_nodes(nnodes: Any, torchrun: Sequence[str]) -> None:
             f"launch: the host {host} of --rdzv-endpoint cannot be resolved ({error.strerror}); give a name that every "
             "host knows, or an address."
         ) from None
+
+
+def first_of(torchrun: Sequence[str], *beginnings: str) -> str:
+    """The first of torchrun's options whose name begins so; "" if none does."""
+    return next((option.partition("=")[0] for option in torchrun if option.startswith(beginnings)), "")
+
+
+def value_of(torchrun: Sequence[str], name: str, default: str = "") -> str:
+    """The value of torchrun's option `name`, in any of its spellings; `default` if it is not given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", dest="value", default=default)
+    return str(parser.parse_known_args(list(torchrun))[0].value)
 
 
 def free_port() -> int:

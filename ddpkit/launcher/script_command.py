@@ -15,6 +15,12 @@ from .slurm import RENDEZVOUS, SlurmOptions, batch_file
 from .target import resolve
 
 
+def path_or_module(target: str, module: bool) -> str:
+    """TARGET as `launch` takes it: without -m a name with a dot is a file's, also if it does not end in .py."""
+    is_path = not module and "." in target and not target.endswith(".py") and "/" not in target
+    return f"./{target}" if is_path else target
+
+
 def script(
     target: Annotated[str, typer.Argument(help="A script's path, or with -m a module's name.")],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
@@ -46,9 +52,7 @@ def script(
         raise LaunchError(f'script: {nproc!r} is not a number of ranks; use 1 or more, "cpu", "gpu" or "auto".')
     if backend not in (None, *BACKENDS):
         raise LaunchError(f'script: backend "{backend}" is not one of {", ".join(BACKENDS)}; use one of them.')
-    if not module and "." in target and not target.endswith(".py") and "/" not in target:
-        target = f"./{target}"
-    found = resolve(target, args or (), {})
+    found = resolve(path_or_module(target, module), args or (), {})
     torchrun = [sys.executable, "-m", "torch.distributed.run", RENDEZVOUS, "--nproc-per-node", nproc]
     torchrun += ["--max-restarts", str(max_restarts)] if max_restarts else []
     environment = {wire.ENV_BACKEND: backend} if backend else {}

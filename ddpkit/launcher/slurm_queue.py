@@ -29,7 +29,6 @@ _ENDS = {
     "TIMEOUT": "ended at its time limit",
 }
 _STATES = _ENDS | {"SILENT": "unknown: the controller does not answer", "GONE": "no longer known"}
-_expanded: dict[str, tuple[str, ...]] = {}
 # Reasons why a job waits that do not go away by themselves.
 _NEVER = {
     "PartitionConfig": "the partition cannot give what the job asks for",
@@ -47,14 +46,13 @@ _NEVER = {
 
 @dataclass(frozen=True)
 class QueueState:
-    """Where a job is in Slurm: its state and reason in Slurm's words, its nodes, the batch file's exit code and signal.
+    """Where a job is in Slurm: its state and reason in Slurm's words, the batch file's exit code and signal.
 
     `state` is "SILENT" if the controller does not answer and "GONE" if Slurm no longer knows the job.
     """
 
     state: str
     reason: str = ""
-    nodes: tuple[str, ...] = ()
     exit_code: int = 0
     signal: int = 0
 
@@ -140,15 +138,15 @@ def state_of(job: str) -> QueueState:
         said = dict(re.findall(r"(?:^| )(\w+)=(\S*)", done.stdout)[::-1])
         code, _, signal = said.get("ExitCode", "0:0").partition(":")
         reason = said.get("Reason", "").replace("None", "")
-        return QueueState(said["JobState"], reason, _names(said.get("NodeList", "")), int(code), int(signal or 0))
+        return QueueState(said["JobState"], reason, int(code), int(signal or 0))
     if "Invalid job id" not in done.stderr:
         return QueueState("SILENT", (done.stderr.strip().splitlines() or [""])[-1])
-    done = _asked(["sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,NodeList"])
+    done = _asked(["sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode"])
     fields = done.stdout.strip().split("\n")[0].split("|")
-    if done.returncode or len(fields) < 3:
+    if done.returncode or len(fields) < 2:
         return QueueState("GONE")
     code, _, signal = fields[1].partition(":")
-    return QueueState(fields[0].split()[0], "", _names(fields[2]), int(code or 0), int(signal or 0))
+    return QueueState(fields[0].split()[0], "", int(code or 0), int(signal or 0))
 
 
 def cancel(job: str) -> None:
@@ -186,14 +184,3 @@ def _sizes() -> dict[str, int]:
         # From 10,000 nodes on, Slurm rounds: "12K".
         found[name] = found.get(name, 0) + (int(count) if count.isdigit() else 10_000)
     return found
-
-
-def _names(nodes: str) -> tuple[str, ...]:
-    """The single names in Slurm's list of nodes, such as "n[1-2]"."""
-    if nodes in ("", "(null)", "None", "None assigned"):
-        return ()
-    if "[" not in nodes:
-        return tuple(nodes.split(","))
-    if nodes not in _expanded and (names := _asked(["scontrol", "show", "hostnames", nodes]).stdout.split()):
-        _expanded[nodes] = tuple(names)
-    return _expanded.get(nodes, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import signal
@@ -37,12 +38,15 @@ def _start_cold(start: Start, log: int) -> subprocess.Popen[bytes]:
     )
 
 
-class Job:
+class Job(abc.ABC):
     """A running torchrun job, wherever its agents run: `LocalJob` here.
 
     The watcher sets `ended` when every process is gone and the records are final, and `over` once the display was told.
     `end` is what ddpkit knows about the end: {"reason": "", "notes": [...], "keeper_exitcode": int, "let_go": [hosts]}.
     """
+
+    # Whether the job may go on without an agent that has failed.
+    elastic = False
 
     def __init__(self, folder: Path, cold_because: str) -> None:
         self.folder = folder
@@ -53,9 +57,9 @@ class Job:
         self._lock = threading.Lock()
 
     @property
+    @abc.abstractmethod
     def running(self) -> bool:
         """Whether a keeper is still there, and so perhaps a process below it."""
-        raise NotImplementedError
 
     def exit_fds(self) -> list[int]:
         """File descriptors that become readable when an agent's processes are gone; the caller closes them."""
@@ -67,7 +71,15 @@ class Job:
         return ""
 
     def let_go(self) -> None:
-        """Tell the agents to end that wait for one that has failed; the watcher calls it while no rank is left."""
+        """Tell the agents to end that wait for one that has failed; the watcher calls it while no rank is left.
+
+        An agent waits for the others when its ranks are done, or to start again: for 300 s or longer.
+        """
+        codes = self._exitcodes()
+        waiting = [node for node, code in codes.items() if code is None]
+        if waiting and any(codes.values()) and not self.elastic:
+            self.end["let_go"] = sorted({*self.end.get("let_go", []), *waiting})
+            self._end()
 
     def stop(self, reason: str) -> None:
         """Begin to end the job and return at once. `reason`: stopped, timeout or stall; the first one counts.
@@ -103,13 +115,17 @@ class Job:
             self.note(f"the run folder could not be written to the end: {error.strerror}; output may be cut.")
         self.ended.set()
 
+    @abc.abstractmethod
     def _end(self) -> None:
-        """Begin to end every process; called with the lock held."""
-        raise NotImplementedError
+        """Begin to end every process."""
 
+    @abc.abstractmethod
+    def _exitcodes(self) -> dict[str, int | None]:
+        """How the agent of each host ended; None for one that still runs."""
+
+    @abc.abstractmethod
     def _exitcode(self) -> int:
         """The exit code of the first keeper that did not end with 0, else 0."""
-        raise NotImplementedError
 
 
 class LocalJob(Job):
@@ -155,18 +171,13 @@ class LocalJob(Job):
                 found.append(keeper.exit_fd() if isinstance(keeper, ForkedKeeper) else os.pidfd_open(keeper.pid))
         return found
 
-    def let_go(self) -> None:
-        """An agent waits for the others when its ranks are done, or to start again: for 300 s or longer."""
-        if self.elastic or not any(keeper.poll() for keeper in self._keepers.values()):
-            return
-        waiting = [node for node, keeper in self._keepers.items() if keeper.poll() is None]
-        self.end["let_go"] = sorted({*self.end.get("let_go", []), *waiting})
-        self._end()
-
     def _end(self) -> None:
         for keeper in self._keepers.values():
             with contextlib.suppress(ProcessLookupError):
                 keeper.send_signal(signal.SIGTERM)
+
+    def _exitcodes(self) -> dict[str, int | None]:
+        return {node: keeper.poll() for node, keeper in self._keepers.items()}
 
     def _exitcode(self) -> int:
         codes = [keeper.wait() for keeper in self._keepers.values()]

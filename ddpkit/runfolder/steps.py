@@ -68,16 +68,22 @@ class Recorded:
 
 def recorded(ranks: Sequence[Rank]) -> tuple[Recorded, ...]:
     """What each rank wrote down, in order, without ranks that applied no step."""
-    return tuple(found for rank in ranks if (found := _read(rank.folder, rank.rank)) is not None)
+    written = []
+    for rank in ranks:
+        if found := _read(rank.folder, rank.rank):
+            written.append(found)
+    return tuple(written)
 
 
 def replicas_apart(ranks: Sequence[Rank]) -> float | None:
     """How far the ranks' final parameters are apart, matched by name; None if they do not all hold the same ones."""
-    finals = [r.by_name(r.final) for r in recorded(ranks) if r.final is not None and not r.sharded]
-    alike = len({tuple(sorted((name, part.size) for name, part in final.items())) for final in finals}) == 1
-    if len(finals) < len(ranks) or not alike:
-        return None
-    return _apart([np.concatenate([final[name] for name in sorted(final)]) for final in finals])
+    rows, layouts = [], set()
+    for rank in recorded(ranks):
+        if rank.final is not None and not rank.sharded:
+            names, parts = zip(*sorted(rank.by_name(rank.final).items()), strict=True)
+            rows.append(np.concatenate(parts))
+            layouts.add((names, tuple(map(len, parts))))
+    return _apart(rows) if len(rows) == len(ranks) and len(layouts) == 1 else None
 
 
 def apart_by_step(ranks: Sequence[Rank]) -> list[float]:

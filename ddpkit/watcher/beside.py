@@ -1,7 +1,7 @@
 """Runs on each host of a job: starts torchrun there, and looks at the host's own ranks for the watcher far away.
 
-`python -P -m ddpkit.watcher.beside RUN command...`, started by Slurm. What it finds goes into the host's folder below the
-run folder, which all hosts share; `far.py` reads it.
+Slurm starts a Python with the arguments RUN COMMAND..., which calls `main`. What it finds goes into the host's folder below
+the run folder, which all hosts share; `far.py` reads it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,3 @@ def main() -> None:
     folder = Path(sys.argv[1])
     beside = Beside(folder, os.environ["SLURMD_NODENAME"])
     sys.exit(beside.run(sys.argv[2:]) & 0xFF)
-
-
-if __name__ == "__main__":
-    main()

@@ -129,7 +129,7 @@ class Watcher:
         self.progress.update(ranks)
         self._handling = _handling(ranks)
         self._mind_the_limits(ranks)
-        self._mind_the_agents(ranks)
+        self._mind_the_hosts(ranks)
         elapsed = time.monotonic() - self.job.started
         self._note_standstill(ranks, elapsed)
         self.sink.now(Now(self._state(), elapsed, self._states(ranks), self._tails.skipped, self._note(), self._still))
@@ -226,7 +226,7 @@ class Watcher:
             elif stalled:
                 withdraw(ranks)
 
-    def _mind_the_agents(self, ranks: Sequence[Rank]) -> None:
+    def _mind_the_hosts(self, ranks: Sequence[Rank]) -> None:
         now = time.monotonic()
         self.job.end["lost"] = self.progress.lost()
         if any(rank.exitcode is None for rank in ranks):
