@@ -6,11 +6,11 @@ import re
 
 _VARYING = (
     (re.compile(r"\x1b\[[\d;]*m"), ""),
+    # gloo learns a peer's address when it has connected: until then it writes "[none]", or whatever is in that memory.
+    (re.compile(r"(Connect timeout) \[[\w.:]*\](:\d+)?(\$-?\d+)?"), r"\1 [none]"),
     (re.compile(r"\[(127\.0\.0\.1|localhost|[0-9a-fA-F:.]+)\]:\d+"), r"[\1]:PORT"),
     (re.compile(r"\((localhost|127\.0\.0\.1), \d+\)"), r"(\1, PORT)"),
     (re.compile(r"\b(localhost|127\.0\.0\.1):\d+"), r"\1:PORT"),
-    # gloo names no peer here, or by chance an address that no peer has.
-    (re.compile(r"(Connect timeout) \[[\d.]+\](?!:)"), r"\1 [none]"),
     # torch's C++ log: `[W1121 10:49:44.810465318 TCPStore.cpp:340]`, and the pause before it retries.
     (re.compile(r"\[([WEIF])\d{3,4} \d\d:\d\d:\d\d\.\d+ "), r"[\1 "),
     (re.compile(r"\bdelay=\d+ms"), "delay=Nms"),
