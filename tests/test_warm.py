@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import signal
-import site
 import socket
 import subprocess
 import sys
@@ -466,14 +465,26 @@ def test_warm_start_can_be_turned_off_for_all(script: Callable[..., str], monkey
     assert ddpkit.Run.from_folder(run.folder).started == "started cold: DDPKIT_WARM=0"
 
 
-def test_newly_installed_packages_bring_a_new_zygote(script: Callable[..., str]) -> None:
-    path = script("print('hello')")
-    assert launch(path).warm
-    before = zygote._current
-    packages = site.getsitepackages()[0]
-    os.utime(packages)
-    assert launch(path).warm
-    assert zygote._current is not before
+def test_newly_installed_packages_bring_a_new_zygote(home: Path) -> None:
+    # In a folder of packages that only this kernel has: other tests' zygotes run from the environment's own.
+    (home / "hello.py").write_text("print('hello')\n")
+    code = """
+import ddpkit, os, site
+from ddpkit.processes import zygote
+def warm_pid():
+    while not ddpkit.launch("hello.py", nproc=1, show=False, timeout=120).warm:
+        pass
+    return zygote._current.pid
+packages = site.getusersitepackages()
+os.makedirs(packages)
+before = warm_pid()
+unchanged = warm_pid()
+os.mkdir(os.path.join(packages, "installed"))
+print(before == unchanged, before == warm_pid())
+"""
+    env = {**os.environ, "PYTHONUSERBASE": str(home / "user")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "True False\n", done.stderr
 
 
 def test_a_job_that_does_not_wait_does_not_wait_for_the_zygote(script: Callable[..., str]) -> None:
@@ -501,17 +512,22 @@ print(run.cold_because, zygote._failed)
 # Whoever is killed; `test_failures.py` kills agents and keepers, warm as well.
 
 
-@pytest.fixture
-def blocked(script: Callable[..., str], warm_process: None) -> ddpkit.Run:
-    """A warm job that hangs in a collective. On a full machine a launch that does not wait may come too soon, and is cold."""
+def warm_and_ready(path: str, **options: Any) -> ddpkit.Run:
+    """A warm job that has said "ready". On a full machine a launch that does not wait may come too soon, and is cold."""
     for _ in range(3):
-        run = launch(script(BLOCKED), wait=False)
+        run = launch(path, wait=False, **options)
         wait_for_line(run, "ready")
         if run.warm:
             break
         run.stop()
     assert run.warm, run.started
     return run
+
+
+@pytest.fixture
+def blocked(script: Callable[..., str], warm_process: None) -> ddpkit.Run:
+    """A warm job that hangs in a collective."""
+    return warm_and_ready(script(BLOCKED))
 
 
 def test_a_killed_client_ends_its_rank_and_the_job(blocked: ddpkit.Run) -> None:
@@ -539,7 +555,9 @@ def test_a_killed_zygote_leaves_running_jobs_alone_and_is_started_anew(
     assert blocked.stop().state == "stopped"
 
 
-def test_ranks_start_cold_where_the_zygote_has_died_since(script: Callable[..., str], home: Path) -> None:
+def test_ranks_start_cold_where_the_zygote_has_died_since(
+    script: Callable[..., str], home: Path, warm_process: None
+) -> None:
     path = script(
         """
         import os, sys, time
@@ -550,10 +568,7 @@ def test_ranks_start_cold_where_the_zygote_has_died_since(script: Callable[..., 
             sys.exit(3)
         """
     )
-    launch(script("print('hello')", "hello.py"))
-    run = launch(path, max_restarts=1, wait=False)
-    wait_for_line(run, "ready")
-    assert run.warm, run.started
+    run = warm_and_ready(path, max_restarts=1)
     assert zygote._current is not None
     os.kill(zygote._current.pid, signal.SIGKILL)
     (home / "go").write_text("")
