@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from slurm_cluster import Cluster, machines
 
 import ddpkit
 from ddpkit.display.sink import Now, Sink
-from ddpkit.launcher.slurm_queue import cancel, state_of
+from ddpkit.launcher import on_slurm
+from ddpkit.launcher.slurm_queue import QueueState, cancel, state_of
 from ddpkit.runfolder import wire
 
 __all__ = ["machines"]
@@ -104,6 +106,29 @@ def test_a_job_that_somebody_else_cancels(queue: Cluster) -> None:
     run.wait(SOON)
     assert run.state == "stopped", run
     assert run.verdict.sentence == f"Slurm job {number_of(run)} was cancelled (scancel), not by this run."
+
+
+@pytest.mark.parametrize(
+    ("told", "by"), [("SIGTERM", "Slurm job 7 was cancelled (scancel), not by this run."), (None, None)]
+)
+def test_an_agent_that_ends_first_has_failed_unless_it_was_told_to_end(
+    told: str | None, by: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, cancelled = ["RUNNING"], []
+    monkeypatch.setattr(on_slurm, "state_of", lambda job: QueueState(state[0]))
+    monkeypatch.setattr(on_slurm, "cancel", cancelled.append)
+    for node in ("n1", "n2"):
+        wire.node_folder(tmp_path, node).mkdir(parents=True)
+    job = on_slurm.SlurmJob(tmp_path, "7", nodes=2)
+    record = {"exitcode": 1, "told": told}
+    wire.write_record(wire.node_folder(tmp_path, "n2") / wire.AGENT_RECORD, record)
+    job.let_go()
+    assert cancelled == ([] if told else ["7"])
+    state[0] = "CANCELLED"
+    wire.write_record(wire.node_folder(tmp_path, "n1") / wire.AGENT_RECORD, {"exitcode": 1, "told": "SIGTERM"})
+    for fd in job.exit_fds():
+        assert select.select([fd], [], [], SOON)[0]
+    assert job.end.get("by") == by
 
 
 @pytest.mark.soak

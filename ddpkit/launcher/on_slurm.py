@@ -78,7 +78,8 @@ class SlurmJob(Job):
         cancel(self.number)
 
     def _exitcodes(self) -> dict[str, int | None]:
-        return {own.name: (wire.read_record(own / wire.AGENT_RECORD) or {}).get("exitcode") for own in self._hosts()}
+        # An agent that was told to end has not failed: Slurm ends the job, and tells the others, too.
+        return {node: 0 if agent.get("told") else agent.get("exitcode") for node, agent in self._agents().items()}
 
     def _exitcode(self) -> int:
         return self._queue.exit_code or int(self._queue.state != "COMPLETED")
@@ -112,10 +113,12 @@ class SlurmJob(Job):
     def _hosts(self) -> list[Path]:
         return list((self.folder / wire.NODES).glob("*"))
 
+    def _agents(self) -> dict[str, dict[str, Any]]:
+        return {own.name: wire.read_record(own / wire.AGENT_RECORD) or {} for own in self._hosts()}
+
     def _is_known_how(self, ended: Sequence[Path]) -> bool:
         """Whether the hosts' records are complete, and tell why the job ended or Slurm does."""
-        agents = [wire.read_record(own / wire.AGENT_RECORD) or {} for own in ended]
-        by_slurm = any(agent.get("told") for agent in agents) and not self._told_to_end
+        by_slurm = any(agent.get("told") for agent in self._agents().values()) and not self._told_to_end
         if self.end.get("lost") or (not by_slurm and len(ended) >= self.nodes):
             return True
         return self._queue.ended and self._queue.state != "COMPLETING" and len(ended) >= len(self._hosts())
@@ -129,10 +132,8 @@ class SlurmJob(Job):
         elif not self._told_to_end and state in ("TIMEOUT", "DEADLINE"):
             self.end |= {"reason": "timeout", "by": f"Slurm job {self.number} was {self._queue.words}."}
         elif not self._told_to_end and state in ("CANCELLED", "PREEMPTED"):
-            self.end |= {
-                "reason": "stopped",
-                "by": f"Slurm job {self.number} was {self._queue.words}, not by this run.",
-            }
+            by = f"Slurm job {self.number} was {self._queue.words}, not by this run."
+            self.end |= {"reason": "stopped", "by": by}
         if not self._hosts() and not self.end["reason"]:
             self.end["error"] = self._why_nothing_began()
 
@@ -164,10 +165,8 @@ def start_on_slurm(
     torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", RENDEZVOUS, *options, *program]
     beside = [sys.executable, "-P", "-c", BESIDE, str(folder), *torchrun]
     begin = f"cd {shlex.quote(spec['cwd'])}"
-    check = _CHECK.format(
-        job=shlex.quote(str(folder / wire.JOB)),
-        not_shared=shlex.quote(str(folder / wire.NOT_SHARED)),
-    )
+    seen, lacking = shlex.quote(str(folder / wire.JOB)), shlex.quote(str(folder / wire.NOT_SHARED))
+    check = _CHECK.format(job=seen, not_shared=lacking)
     text = batch_file(slurm, spec["name"], beside, str(folder / LOG), before=f"{check}\n{begin}")
     (folder / BATCH_FILE).write_text(text)
     (folder / PLAIN_FILE).write_text(batch_file(slurm, spec["name"], torchrun, "%x-%j.out", spec["env"], begin))
