@@ -267,6 +267,8 @@ def test_stop_ends_a_job_blocked_in_cpp(script: Callable[..., str]) -> None:
 def test_ctrl_c_gives_control_back(script: Callable[..., str], home: Path) -> None:
     path = script(BLOCKED)
     main = os.getpid()
+    # A shell that starts the tests in its background has them ignore the signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     watcher = os.fork()
     if watcher == 0:
         # Presses Ctrl-C in the launching process, and leaves without running anything of pytest's.
