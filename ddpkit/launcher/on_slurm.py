@@ -165,8 +165,8 @@ def start_on_slurm(
     torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", RENDEZVOUS, *options, *program]
     beside = [sys.executable, "-P", "-c", BESIDE, str(folder), *torchrun]
     begin = f"cd {shlex.quote(spec['cwd'])}"
-    seen, lacking = shlex.quote(str(folder / wire.JOB)), shlex.quote(str(folder / wire.NOT_SHARED))
-    check = _CHECK.format(job=seen, not_shared=lacking)
+    job, not_shared = shlex.quote(str(folder / wire.JOB)), shlex.quote(str(folder / wire.NOT_SHARED))
+    check = _CHECK.format(job=job, not_shared=not_shared)
     text = batch_file(slurm, spec["name"], beside, str(folder / LOG), before=f"{check}\n{begin}")
     (folder / BATCH_FILE).write_text(text)
     (folder / PLAIN_FILE).write_text(batch_file(slurm, spec["name"], torchrun, "%x-%j.out", spec["env"], begin))

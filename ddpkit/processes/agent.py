@@ -73,7 +73,8 @@ class Job(abc.ABC):
     def let_go(self) -> None:
         """Tell the agents to end that wait for one that has failed; the watcher calls it while no rank is left.
 
-        An agent waits for the others when its ranks are done, or to start again: for 300 s or longer.
+        An agent waits for the others when its ranks are done, or to start again: for 300 s or longer. Each call tells it
+        once more, and the second one has it killed: that takes some seconds less.
         """
         codes = self._exitcodes()
         waiting = [node for node, code in codes.items() if code is None]
